@@ -1,0 +1,44 @@
+PYTHON ?= python3
+VENV ?= .venv
+
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test check format demo reproduce clean distclean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make the virtual environment and install fpexp with its development tools
+
+$(STAMP): pyproject.toml
+	@echo "installing fpexp and its dependencies into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install -q -e '.[dev]'
+	@touch $@
+
+test: $(STAMP) ## run the tests; PYTEST_ARGS is handed on
+	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+check: $(STAMP) ## lint, formatting and types
+	@$(VENV)/bin/ruff check
+	@$(VENV)/bin/ruff format --check
+	@$(VENV)/bin/mypy
+
+format: $(STAMP) ## mend formatting and what the linter can mend
+	@$(VENV)/bin/ruff check --fix --exit-zero --quiet
+	@$(VENV)/bin/ruff format
+
+demo: $(STAMP) ## train FP-Mamba and an LSTM on A4 and show their length-generalisation curves
+	@$(VENV)/bin/fpexp train -m experiment=demo_a4
+
+reproduce: $(STAMP) ## the demo on seeds 0, 1 and 2
+	@$(VENV)/bin/fpexp train -m experiment=demo_a4 seed=0,1,2
+
+clean: ## remove caches and build output; results/ and the environment stay
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	@find . \( -path ./.git -o -path ./results -o -path ./$(VENV) \) -prune -o \
+		-type d -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove the environment
+	@rm -rf $(VENV)

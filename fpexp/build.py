@@ -1,0 +1,125 @@
+"""The only place where a config becomes objects."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fpexp.config.run import RunConfig
+from fpexp.config.schema import Component
+from fpexp.errors import UserError
+from fpexp.fixed_point import Auto, Schedule, Solver
+from fpexp.models import LanguageModel
+from fpexp.tasks import Task
+from fpexp.training.randomness import seeded
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
+"""Type of the weights at each precision: bfloat16 is autocast over float32 weights."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What a run is made of; `notes` are one-line remarks on choices that were made for the user."""
+
+    config: RunConfig
+    task: Task
+    model: LanguageModel
+    schedule: Schedule
+    notes: tuple[str, ...] = ()
+
+
+def settle(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """Replace every `auto` by what it means on this machine; return the config and what to tell the user."""
+    notes: list[str] = []
+    if config.device == "auto":
+        config = config.replace(device="cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(config.device)
+    if config.precision == "auto":
+        config = config.replace(precision="float32" if config.device == "cpu" else "bfloat16")
+    if config.solver.resolve() is Auto:
+        capped = bool(getattr(config.schedule.resolve(), "caps_training", False))
+        name, reason = Auto.choose(config.device, capped)
+        if _uses_solver(config.model):
+            notes.append(f"solver=auto: {name} ({reason})")
+        config = config.replace(solver=config.solver.settings[name])
+    return config, tuple(notes)
+
+
+def build(config: RunConfig) -> Experiment:
+    """Build task, model and schedule of a run; the weights are drawn from the run's seed."""
+    experiment = check(config)
+    with seeded(config.seed, "initialisation"):
+        model = _make_model(experiment.config, experiment.task)
+    model = model.to(experiment.config.device, DTYPES[experiment.config.precision])
+    return dataclasses.replace(experiment, model=model)
+
+
+def check(config: RunConfig) -> Experiment:
+    """Check all that building needs; return the experiment with a model whose weights take no memory."""
+    config, notes = settle(config)
+    task: Task = make(config.task)
+    for index, length in enumerate(config.evaluation.lengths):
+        task.check_length(length, f"evaluation.lengths[{index}]")
+    schedule: Schedule = make(config.schedule)
+    solver: Solver = make(config.solver)
+    if schedule.caps_training and not solver.whole_sequence and _uses_solver(config.model):
+        raise UserError(
+            f"schedule={config.choices.schedule} caps whole-sequence iterations, which the sequential solver does not "
+            "make; use solver=picard, or schedule=converge"
+        )
+    with torch.device("meta"):
+        model = _make_model(config, task)
+    return Experiment(config, task, model, schedule, notes)
+
+
+def _make_model(config: RunConfig, task: Task) -> LanguageModel:
+    model: LanguageModel = make(config.model, vocabulary_size=task.vocabulary_size, solver=make(config.solver))
+    return model
+
+
+def make(component: Component, **available: Any) -> Any:
+    """Call a component's target with its settings and with those of `available` that it asks for by name."""
+    target = component.resolve()
+    wanted = _given_by_builder(target)
+    missing = [name for name in wanted if name not in available]
+    if missing:
+        raise UserError(f"{component.target} asks for {', '.join(missing)}, which is not to be had here")
+    return target(**{name: available[name] for name in wanted}, **_arguments(component.settings))
+
+
+def _arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested components become factories, since their owner knows what else they need (a mixer's width)."""
+    return {name: _factory(v) if isinstance(v, Component) else v for name, v in settings.items()}
+
+
+def _factory(component: Component) -> Callable[..., Any]:
+    return functools.partial(component.resolve(), **_arguments(component.settings))
+
+
+def _given_by_builder(target: Callable[..., Any]) -> list[str]:
+    return [
+        parameter.name
+        for parameter in inspect.signature(target).parameters.values()
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and parameter.default is inspect.Parameter.empty
+    ]
+
+
+def _uses_solver(model: Component) -> bool:
+    return "solver" in _given_by_builder(model.resolve())
+
+
+def _check_device(device: str) -> None:
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"unknown device '{device}' (auto, cpu, cuda, cuda:<n>)") from error
+    if parsed.type not in ("cpu", "cuda"):
+        raise UserError(f"device={device} is not supported (auto, cpu, cuda, cuda:<n>)")
+    if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device={device}: this machine has {torch.cuda.device_count()} CUDA devices; use device=cpu")

@@ -1,0 +1,49 @@
+"""What a layer needs of a channel mixer, and what the low-rank mixers share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+EPSILON = 1e-6
+
+
+def l2norm(v: Tensor) -> Tensor:
+    """v / sqrt(|v|^2 + eps) over the last axis; the epsilon keeps value and gradient finite at v = 0."""
+    return v * torch.rsqrt(v.square().sum(-1, keepdim=True) + EPSILON)
+
+
+class ChannelMixer(ABC):
+    """A family of matrices Q (width x width), one for each token, without parameters of its own.
+
+    The layer projects `coefficients` (..., coefficient_size) for each token; `factors` turns them into the tensors
+    that define Q, once, and `apply` multiplies by Q as often as a solver asks.
+    """
+
+    width: int
+    coefficient_size: int
+
+    @abstractmethod
+    def factors(self, coefficients: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors that define Q, each with the leading axes of `coefficients`."""
+
+    @abstractmethod
+    def apply(self, factors: tuple[Tensor, ...], v: Tensor) -> Tensor:
+        """Return Q v, shape (..., width)."""
+
+
+class LowRank(ChannelMixer):
+    """Unit vectors u_i = l2norm(silu(.)) and weights a_i = a_max * sigmoid(.), i = 1..rank."""
+
+    def __init__(self, width: int, rank: int, a_max: float) -> None:
+        self.width, self.rank, self.a_max = width, rank, a_max
+        self.coefficient_size = rank * width + rank
+
+    def factors(self, coefficients: Tensor) -> tuple[Tensor, ...]:
+        """Return u (..., rank, width) and a (..., rank)."""
+        vectors, weights = coefficients.split([self.rank * self.width, self.rank], dim=-1)
+        u = l2norm(functional.silu(vectors.unflatten(-1, (self.rank, self.width))))
+        return u, self.a_max * torch.sigmoid(weights)

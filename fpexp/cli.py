@@ -1,0 +1,75 @@
+"""argv -> command. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from fpexp import __version__
+from fpexp.errors import FpexpError, Interrupted, UserError
+
+COMMANDS = {
+    "train": "train a run, resume one, or sweep with -m",
+    "evaluate": "measure a recorded run at other lengths",
+    "runs": "list recorded runs",
+    "list": "list tasks, models, solvers, schedules, scales, experiments",
+    "doctor": "check the installation and this machine",
+}
+
+USAGE = """\
+usage: fpexp <command> [key=value ...]
+
+Fixed-Point RNNs: train, measure and compare them.
+
+commands:
+{commands}
+
+  fpexp <command> --help    what a command takes
+  fpexp --version
+
+first steps:
+  fpexp train task=a5 model=fp_mamba_k
+  fpexp runs
+
+exit codes: 0 done, 1 failure, 2 a mistake in what was asked for, 130 Ctrl-C, 143 SIGTERM"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; errors become one line on stderr and an exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return _dispatch(arguments)
+    except Interrupted as error:
+        print(f"fpexp: {error}", file=sys.stderr)
+        return error.exit_code
+    except FpexpError as error:
+        print(f"fpexp: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("fpexp: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE.format(commands="\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())))
+        return 0
+    if arguments[0] == "--version":
+        print(f"fpexp {__version__}")
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        from fpexp.config.schema import did_you_mean
+
+        raise UserError(f"unknown command '{command}'{did_you_mean(command, COMMANDS)} ({', '.join(COMMANDS)})")
+    if any(word in ("-h", "--help") for word in rest):
+        from fpexp.commands import usage
+
+        print(usage.describe(command))
+        return 0
+    code: int = importlib.import_module(f"fpexp.commands.{command.replace('list', 'list_')}").run(rest)
+    return code

@@ -1,0 +1,69 @@
+"""fpexp evaluate: a recorded run at other lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+from fpexp.commands.arguments import parse
+from fpexp.errors import UserError
+from fpexp.ranges import Count
+
+OPTIONS = {
+    "run": str,
+    "lengths": list[Count],
+    "samples": Count,
+    "batch_size": Count,
+    "device": str,
+    "results_dir": str,
+}
+
+
+def run(arguments: list[str]) -> int:
+    """Measure the newest checkpoint and keep the rows under the run's evaluations/ folder."""
+    options = parse(arguments, OPTIONS)
+    if "run" not in options:
+        raise UserError("which run? write run=<run id>; `fpexp runs` lists them")
+    if options.get("lengths") == []:
+        raise UserError("lengths=[] is empty; name at least one, such as lengths=[16]")
+
+    from fpexp.loading import load_run
+    from fpexp.tracking.console import print_curve, warn
+
+    loaded = load_run(
+        options["run"],
+        results_dir=options.get("results_dir", "results"),
+        device=options.get("device", "auto"),
+    )
+    for warning in loaded.warnings:
+        warn(warning)
+    folder = loaded.run.path / "evaluations" / time.strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True)
+    rows = _measure(loaded, {k: options[k] for k in ("lengths", "samples", "batch_size") if k in options}, folder)
+    print_curve(rows)
+    print(f"rows and curve: {folder}")
+    return 0
+
+
+def _measure(loaded: Any, chosen: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    from fpexp.evaluation.length_curve import length_curve
+    from fpexp.reporting.figures import draw_curves
+    from fpexp.reporting.store import read_curve
+    from fpexp.run_folder import append_row
+    from fpexp.training.interruption import Interruption
+
+    config = loaded.experiment.config
+    settings = dataclasses.replace(config.evaluation, **chosen)
+    for length in settings.lengths:
+        loaded.experiment.task.check_length(length, "lengths")
+    experiment = dataclasses.replace(loaded.experiment, config=config.replace(evaluation=settings))
+    drawn = {int(length): int(count) for length, count in loaded.state["lengths"]["drawn"]}
+    rows = []
+    with Interruption() as interruption:
+        for row in length_curve(experiment, settings.lengths, settings.samples, drawn, interruption.check):
+            append_row(folder / "curve.jsonl", {"kind": "curve", "step": loaded.state["step"], **row})
+            rows.append(row)
+    draw_curves([read_curve(loaded.run, folder / "curve.jsonl")], folder / "curve.png")
+    return rows

@@ -1,0 +1,181 @@
+"""fpexp train -m: Hydra's multirun, with jobs that fail alone and a summary of all."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fpexp.commands.arguments import take
+from fpexp.config.catalogue import conf_dir
+from fpexp.config.compose import CONFIG_NAME, compose_jobs, from_hydra
+from fpexp.config.run import RunConfig
+from fpexp.errors import FpexpError, Interrupted, UserError
+from fpexp.reporting.figures import draw_curves
+from fpexp.reporting.store import read_curve
+from fpexp.run_folder import RunFolder, all_runs, write_json
+from fpexp.tracking.console import print_table
+
+DONE = ("finished", "done before")
+
+
+class _SweepInterrupted(BaseException):
+    """Passes through Hydra, which takes every Exception for the failure of one job."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__()
+        self.signum = signum
+
+
+def run(words: list[str]) -> int:
+    """Run every combination. All are checked before the first starts; 0 only when all are done."""
+    import hydra
+
+    for key in ("resume", "config"):
+        if take(words, key)[0] is not None:
+            raise UserError(f"{key}= and -m do not go together; a sweep run again resumes what is missing")
+    configs = compose_jobs(words)
+    _check_builds(configs)
+    folder = _sweep_folder(Path(configs[0].results_dir))
+    arguments, sys.argv = sys.argv, ["fpexp", "--multirun", *words, f"hydra.sweep.dir='{folder}'"]
+    signum = None
+    try:
+        hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(run_job)()
+    except _SweepInterrupted as error:
+        signum = error.signum
+    except SystemExit as error:
+        raise FpexpError(f"the sweep stopped: Hydra ended it with exit code {error.code}") from error
+    finally:
+        sys.argv = arguments
+    return _summarise(folder, len(configs), signum)
+
+
+def run_job(hydra_config: Any) -> None:
+    """Carry out one job; its end is written to job.json in the job's folder and never raised, but for a signal."""
+    from hydra.core.hydra_config import HydraConfig
+
+    context = HydraConfig.get()
+    folder = Path(context.runtime.output_dir)
+    record: dict[str, Any] = {"number": context.job.num, "overrides": list(context.overrides.task)}
+    began = time.monotonic()
+    signum = None
+    try:
+        config = from_hydra(hydra_config, dict(context.runtime.choices))
+        if config.sweep.fail_fast and any(job["state"] == "failed" for job in _jobs(folder.parent)):
+            record |= {"state": "not started", "reason": "an earlier job failed and sweep.fail_fast=true"}
+        else:
+            print(f"\njob {context.job.num}: {' '.join(record['overrides'])}", flush=True)
+            state, run_folder = _train(config)
+            record |= {"state": state, "run": run_folder.id}
+    except (Interrupted, KeyboardInterrupt) as error:
+        signum = error.signum if isinstance(error, Interrupted) else 2
+        record |= {"state": "interrupted", "reason": str(error)}
+    except BaseException as error:
+        (folder / "traceback.txt").write_text("".join(traceback.format_exception(error)))
+        record |= {"state": "failed", "reason": str(error) or type(error).__name__}
+        print(f"fpexp: error: job {context.job.num}: {record['reason']}", file=sys.stderr, flush=True)
+    write_json(folder / "job.json", {**record, "seconds": time.monotonic() - began})
+    if signum is not None:
+        raise _SweepInterrupted(signum)
+
+
+def _train(config: RunConfig) -> tuple[str, RunFolder]:
+    """Run a job, or go on with it, or find that it is done: a job is known by its settled config."""
+    from fpexp.build import settle
+    from fpexp.commands.train import trackers
+    from fpexp.training.run import resume_run, start_run
+
+    earlier = [] if config.sweep.rerun else _runs_of(settle(config)[0])
+    for run_folder in earlier:
+        if run_folder.status()["state"] == "finished":
+            print(f"done before: {run_folder.id}")
+            return "done before", run_folder
+    for run_folder in earlier:
+        if run_folder.status()["state"] in ("interrupted", "lost"):
+            return "finished", resume_run(run_folder, run_folder.config(), trackers(config))
+    return "finished", start_run(config, trackers(config))
+
+
+def _runs_of(config: RunConfig) -> list[RunFolder]:
+    fingerprint = config.fingerprint()
+    return [folder for folder in reversed(all_runs(config.results_dir)) if _fingerprint(folder) == fingerprint]
+
+
+def _fingerprint(folder: RunFolder) -> str | None:
+    try:
+        recorded: str = json.loads((folder.path / "environment.json").read_text())["fingerprint"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return recorded
+
+
+def _check_builds(configs: Sequence[RunConfig]) -> None:
+    from fpexp.build import check
+
+    for config in configs:
+        check(config)
+
+
+def _sweep_folder(results_dir: Path) -> Path:
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    number = 1
+    while True:
+        folder = results_dir / "sweeps" / (stamp if number == 1 else f"{stamp}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise UserError(f"cannot write to results_dir={results_dir}: {error.strerror}") from error
+        else:
+            return folder.resolve()
+
+
+def _jobs(folder: Path) -> list[dict[str, Any]]:
+    jobs = [json.loads(path.read_text()) for path in folder.glob("*/job.json")]
+    return sorted(jobs, key=lambda job: job["number"])
+
+
+def _summarise(folder: Path, total: int, signum: int | None) -> int:
+    jobs = _jobs(folder)
+    rows = [
+        [
+            str(j["number"]),
+            " ".join(j["overrides"]),
+            j["state"],
+            f"{j['seconds']:.0f} s",
+            j.get("run") or j.get("reason", ""),
+        ]
+        for j in jobs
+    ]
+    print()
+    print_table("jobs", ["job", "overrides", "state", "time", "run or reason"], rows)
+    done = [job for job in jobs if job["state"] in DONE]
+    results_dir = folder.parent.parent
+    curves = [read_curve(RunFolder.find(job["run"], results_dir)) for job in done]
+    if curves:
+        _show_curves(curves)
+        draw_curves(curves, folder / "curves.png")
+        print(f"curves: {folder / 'curves.png'}")
+    print(
+        f"{len(done)} of {total} jobs are done; run the same command again for what is missing"
+        if len(done) < total
+        else f"all {total} jobs are done"
+    )
+    if signum is not None:
+        return 128 + signum
+    return 0 if len(done) == total else 1
+
+
+def _show_curves(curves: Sequence[Any]) -> None:
+    lengths = sorted({row["length"] for curve in curves for row in curve.rows})
+    rows = []
+    for curve in curves:
+        accuracy = {row["length"]: row["token_accuracy"] for row in curve.rows}
+        shown = [f"{accuracy[n]:.3f}" if n in accuracy else "-" for n in lengths]
+        rows.append([f"{curve.task} {curve.model} seed {curve.seed}", *shown])
+    print_table("token accuracy by length", ["run", *map(str, lengths)], rows)

@@ -1,0 +1,63 @@
+"""The text of `fpexp <command> --help`; groups and choices are read from conf/."""
+
+from __future__ import annotations
+
+from fpexp.config.catalogue import GROUPS, choices, conf_dir
+
+TRAIN = """\
+usage: fpexp train [-m] [group=choice ...] [key=value ...]
+       fpexp train resume=<run id>
+       fpexp train config=<config.yaml or .json> [key=value ...]
+
+Trains one run and measures its length-generalisation curve. Everything goes to <results_dir>/runs/<run id>.
+With -m, comma-separated values make one run each: fpexp train -m task=a4 model=fp_mamba_k,lstm seed=0,1
+(sweep.fail_fast=true stops at the first failure; what an earlier sweep has finished is not run again.)
+
+groups:
+{groups}
+top-level keys, with their defaults (conf/config.yaml):
+{keys}"""
+
+EVALUATE = """\
+usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=1024] [batch_size=256] [device=cpu]
+                      [results_dir=results]
+
+Measures a recorded run's newest checkpoint at other lengths, prints the rows and keeps them with a picture under the
+run's evaluations/ folder."""
+
+RUNS = """\
+usage: fpexp runs [results_dir=results]
+
+Lists recorded runs: id, task, model, status, token accuracy at the training length and at four times it."""
+
+LIST = """\
+usage: fpexp list [tasks|models|solvers|schedules|scales|experiments]
+
+Lists what conf/ offers, one line each."""
+
+DOCTOR = """\
+usage: fpexp doctor [results_dir=results]
+
+Shows versions, devices, the backend that each op would use and free disk. Exit code 1, with the mend, when something
+is missing."""
+
+TEXTS = {"evaluate": EVALUATE, "runs": RUNS, "list": LIST, "doctor": DOCTOR}
+
+
+def describe(command: str) -> str:
+    """Return the help text of a command."""
+    if command != "train":
+        return TEXTS[command]
+    groups = []
+    for group in GROUPS:
+        groups.append(f"  {group}")
+        groups += [f"    {name:<16} {text}" for name, text in choices(group).items()]
+    return TRAIN.format(groups="\n".join(groups), keys=_top_level_keys())
+
+
+def _top_level_keys() -> str:
+    """Return the plain keys and the training and evaluation sections of config.yaml, as they stand there."""
+    lines = (conf_dir() / "config.yaml").read_text().splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("device:"))
+    end = next(i for i, line in enumerate(lines) if line.startswith("hydra:"))
+    return "\n".join(f"  {line}".rstrip() for line in lines[start:end])

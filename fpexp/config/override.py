@@ -1,0 +1,38 @@
+"""Changing single values of a config that is already whole, without Hydra."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fpexp.config.catalogue import GROUPS
+from fpexp.config.run import RunConfig
+from fpexp.errors import UserError
+
+
+def override(config: RunConfig, words: Sequence[str]) -> RunConfig:
+    """Return the config with `key.path=value` applied and checked; values are YAML."""
+    if not words:
+        return config
+    import yaml
+
+    tree = config.to_dict()
+    for word in words:
+        path, equals, text = word.lstrip("+").partition("=")
+        if not equals:
+            raise UserError(f"'{word}' is not an override; write <key>=<value>")
+        if path in GROUPS:
+            raise UserError(
+                f"'{word}' chooses a group, which a saved config has settled; change its keys: {path}.<key>=<value>"
+            )
+        *parents, name = path.split(".")
+        node = tree
+        for parent in parents:
+            child = node.get(parent)
+            if not isinstance(child, dict):
+                raise UserError(f"unknown key '{path}'")
+            node = child
+        try:
+            node[name] = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise UserError(f"cannot read the value of '{word}'") from error
+    return RunConfig.parse(tree)

@@ -1,0 +1,68 @@
+"""Where and with what a run was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fpexp
+from fpexp.config.run import RunConfig
+
+PACKAGES = ("torch", "triton", "numba", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
+
+
+def describe(config: RunConfig, parameters: int) -> dict[str, Any]:
+    """Return what environment.json holds."""
+    return {
+        "fpexp": fpexp.__version__,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "commit": _commit(),
+        "command": sys.argv,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "device": _device_name(config.device),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "seed": config.seed,
+        "parameters": parameters,
+        "fingerprint": config.fingerprint(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _device_name(device: str) -> str:
+    if torch.device(device).type == "cuda":
+        return f"{device}: {torch.cuda.get_device_name(device)}"
+    return f"{device}: {platform.processor() or platform.machine()}"
+
+
+def _commit() -> str | None:
+    """Return the checkout's commit, with + where it was changed; None for an installed package."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return commit + ("+" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    result = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True, timeout=10)
+    return result.stdout.strip()

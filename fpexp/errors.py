@@ -1,0 +1,26 @@
+"""The exceptions that reach a user as one line, each with the exit code of its kind."""
+
+from __future__ import annotations
+
+import signal
+
+
+class FpexpError(Exception):
+    """A failure that is ours or the machine's to explain: exit code 1."""
+
+    exit_code = 1
+
+
+class UserError(FpexpError):
+    """A mistake in what was asked for; the message says what to write instead: exit code 2."""
+
+    exit_code = 2
+
+
+class Interrupted(FpexpError):
+    """A signal ended the run after its state was saved: exit code 128 + signal (130 Ctrl-C, 143 SIGTERM)."""
+
+    def __init__(self, signum: int, message: str = "") -> None:
+        super().__init__(message or f"interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+        self.exit_code = 128 + signum

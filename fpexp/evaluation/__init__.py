@@ -1,0 +1,1 @@
+"""Evaluation: accuracies over masks, and the length-generalisation curve."""

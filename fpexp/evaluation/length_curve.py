@@ -1,0 +1,85 @@
+"""Accuracy against length: the curve of a run, and the validation during training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fpexp.build import Experiment
+from fpexp.evaluation.metrics import Accuracy, LayerStatistics
+from fpexp.models import ModelOutput
+from fpexp.tasks import Batch
+from fpexp.training.precision import autocast
+from fpexp.training.randomness import generator
+
+Check = Callable[[], None]
+"""Called between batches; raises to interrupt."""
+
+
+@torch.no_grad()
+def evaluate_length(
+    experiment: Experiment, length: int, samples: int, split: str, check: Check, index: int = 0
+) -> dict[str, Any]:
+    """Return the accuracies and solver statistics over `samples` fresh sequences of one length."""
+    accuracy, statistics = Accuracy(), LayerStatistics()
+    for batch, output in _forward(experiment, length, samples, split, check, index):
+        accuracy.add(output.logits, batch.targets)
+        statistics.add(output.solves)
+    return {"length": length, **accuracy.summary(), **statistics.summary()}
+
+
+def length_curve(
+    experiment: Experiment, lengths: Sequence[int], samples: int, drawn: dict[int, int], check: Check
+) -> Iterator[dict[str, Any]]:
+    """Yield one row for each length, in ascending order.
+
+    `drawn` tells how many training sequences of each length were drawn. Where prefixes of a sample are samples and
+    solver counts do not depend on what follows, all lengths are read off one pass at the longest.
+    """
+    lengths = sorted(set(lengths))
+    one_pass = experiment.task.prefixes_are_samples and not experiment.model.iterations_depend_on_length
+    if one_pass:
+        rows: Iterator[dict[str, Any]] = iter(_prefix_rows(experiment, lengths, samples, check))
+    else:
+        rows = (evaluate_length(experiment, n, samples, "test", check, index=n) for n in lengths)
+    for row in rows:
+        count = drawn.get(row["length"], 0)
+        yield {
+            **row,
+            "decoding": experiment.task.decoding,
+            "seen_in_training": count > 0,
+            "expected_overlap": experiment.task.expected_overlap(row["length"], count),
+        }
+
+
+@torch.no_grad()
+def _prefix_rows(experiment: Experiment, lengths: Sequence[int], samples: int, check: Check) -> list[dict[str, Any]]:
+    sums = {length: (Accuracy(), LayerStatistics()) for length in lengths}
+    for batch, output in _forward(experiment, lengths[-1], samples, "test", check, index=0):
+        for length, (accuracy, statistics) in sums.items():
+            tokens = experiment.task.input_length(length)
+            accuracy.add(output.logits[:, :tokens], batch.targets[:, :tokens])
+            statistics.add([solve.prefix(tokens) for solve in output.solves])
+    return [{"length": length, **a.summary(), **s.summary()} for length, (a, s) in sums.items()]
+
+
+def _forward(
+    experiment: Experiment, length: int, samples: int, split: str, check: Check, index: int
+) -> Iterator[tuple[Batch, ModelOutput]]:
+    """Yield batches and what the model, in evaluation mode, says of them."""
+    config, model = experiment.config, experiment.model
+    size = config.evaluation.batch_size
+    source = generator(config.seed, split, index)
+    was_training = model.training
+    model.eval()
+    try:
+        for start in range(0, samples, size):
+            check()
+            batch = experiment.task.sample(min(size, samples - start), length, source).to(config.device)
+            with autocast(config):
+                output = model(batch.inputs, experiment.schedule.evaluation_cap(), batch.mask)
+            yield batch, output
+    finally:
+        model.train(was_training)

@@ -1,0 +1,122 @@
+"""Loss and accuracies over scored positions, and what solvers report, as sums that batches add to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fpexp.fixed_point import SolveResult, Status
+from fpexp.tasks import IGNORE
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy (nats) summed over scored positions; logits (B, T, V), targets (B, T)."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+@dataclass
+class Accuracy:
+    """Sums of correct predictions; `add` takes batches in any split and order to the same result."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    tokens_right: int = 0
+    sequences: int = 0
+    sequences_right: int = 0
+    last_right: int = 0
+
+    def add(self, logits: Tensor, targets: Tensor) -> None:
+        """Count a batch: logits (B, T, V), targets (B, T) with `IGNORE` where nothing is scored."""
+        self.add_predictions(logits.argmax(-1), targets)
+        self.loss += float(summed_loss(logits.detach(), targets))
+
+    def add_predictions(self, predictions: Tensor, targets: Tensor) -> None:
+        """Count predicted indices (B, T). A sequence without a scored position does not count."""
+        scored = targets != IGNORE
+        right = (predictions == targets) & scored
+        some = scored.any(-1)
+        last = scored.shape[1] - 1 - scored.flip(-1).long().argmax(-1)
+        self.tokens += int(scored.sum())
+        self.tokens_right += int(right.sum())
+        self.sequences += int(some.sum())
+        self.sequences_right += int((some & (right == scored).all(-1)).sum())
+        self.last_right += int((right.gather(-1, last.unsqueeze(-1)).squeeze(-1) & some).sum())
+
+    def summary(self) -> dict[str, Any]:
+        """Return the accuracies; None where nothing was scored."""
+        return {
+            "token_accuracy": _ratio(self.tokens_right, self.tokens),
+            "last_token_accuracy": _ratio(self.last_right, self.sequences),
+            "sequence_accuracy": _ratio(self.sequences_right, self.sequences),
+            "loss": _ratio(self.loss, self.tokens),
+            "n": self.sequences,
+        }
+
+
+@dataclass
+class SolveStatistics:
+    """What the solvers of one layer reported, summed over sequences."""
+
+    sequences: int = 0
+    iterations: int = 0
+    iterations_max: int = 0
+    converged: int = 0
+    cap_hits: int = 0
+    residual_max: float = 0.0
+
+    def add(self, solve: SolveResult) -> None:
+        """Count the solve of one batch."""
+        self.sequences += len(solve.status)
+        self.iterations += int(solve.iterations.sum())
+        self.iterations_max = max(self.iterations_max, int(solve.iterations.max()))
+        self.converged += int((solve.status == Status.CONVERGED).sum())
+        self.cap_hits += int((solve.status == Status.CAP_REACHED).sum())
+        self.residual_max = max(self.residual_max, float(solve.residual.max()))
+
+    def summary(self) -> dict[str, Any]:
+        """Return means and extremes over the sequences."""
+        return {
+            "iterations_mean": _ratio(self.iterations, self.sequences),
+            "iterations_max": self.iterations_max,
+            "fraction_converged": _ratio(self.converged, self.sequences),
+            "cap_hits": self.cap_hits,
+            "residual_max": self.residual_max,
+        }
+
+
+@dataclass
+class LayerStatistics:
+    """`SolveStatistics` of each layer that solves."""
+
+    layers: list[SolveStatistics] = field(default_factory=list)
+
+    def add(self, solves: Sequence[SolveResult]) -> None:
+        """Count one forward pass."""
+        while len(self.layers) < len(solves):
+            self.layers.append(SolveStatistics())
+        for layer, solve in zip(self.layers, solves, strict=True):
+            layer.add(solve)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers over all layers, and of each layer under `layers`; empty for a model without solver."""
+        if not self.layers:
+            return {}
+        rows = [layer.summary() for layer in self.layers]
+        return {
+            "iterations_mean": sum(row["iterations_mean"] for row in rows) / len(rows),
+            "iterations_max": max(row["iterations_max"] for row in rows),
+            "fraction_converged": min(row["fraction_converged"] for row in rows),
+            "cap_hits": sum(row["cap_hits"] for row in rows),
+            "residual_max": max(row["residual_max"] for row in rows),
+            "layers": rows,
+        }
+
+
+def _ratio(part: float, whole: int) -> float | None:
+    return part / whole if whole else None

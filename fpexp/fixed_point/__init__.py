@@ -1,0 +1,25 @@
+"""Fixed points of causal maps over sequences: the problem, the solvers, the caps and the gradient."""
+
+from fpexp.fixed_point.auto import Auto
+from fpexp.fixed_point.gradient import one_step
+from fpexp.fixed_point.picard import Picard
+from fpexp.fixed_point.schedule import Converge, Fixed, Gamma, Schedule
+from fpexp.fixed_point.sequential import Sequential
+from fpexp.fixed_point.types import Cap, Problem, Solver, SolveResult, Status, TokenwiseProblem
+
+__all__ = [
+    "Auto",
+    "Cap",
+    "Converge",
+    "Fixed",
+    "Gamma",
+    "Picard",
+    "Problem",
+    "Schedule",
+    "Sequential",
+    "SolveResult",
+    "Solver",
+    "Status",
+    "TokenwiseProblem",
+    "one_step",
+]

@@ -1,0 +1,117 @@
+"""What a layer hands to a solver, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Protocol, Self
+
+from torch import Tensor
+
+
+class Status(IntEnum):
+    """How the solve of one sequence ended."""
+
+    CONVERGED = 0
+    CAP_REACHED = 1
+    DIVERGED = 2
+    NON_FINITE = 3
+
+
+@dataclass(frozen=True)
+class Cap:
+    """Bound on whole-sequence evaluations of f. Without `stop_early` exactly that many are made."""
+
+    max_iterations: int
+    stop_early: bool = True
+
+
+@dataclass(frozen=True)
+class SolveResult:
+    """What a solver found.
+
+    `value` (B, T, d) is the iterate that `residual` (B,) was measured at; `status` (B,) holds `Status` codes, and a
+    NaN residual is never CONVERGED. `iterations` (B,) counts whole-sequence evaluations of f, or, for the sequential
+    solver, the largest number of evaluations that one token of the sequence took; `tokens` then has them all.
+    """
+
+    value: Tensor
+    iterations: Tensor
+    residual: Tensor
+    status: Tensor
+    tokens: TokenRecord | None = None
+
+    def prefix(self, length: int) -> SolveResult:
+        """Return what the same solver finds on the first `length` tokens; needs `tokens`."""
+        if self.tokens is None:
+            raise ValueError("a whole-sequence solve says nothing of its prefixes; solve them by themselves")
+        return self.tokens.first(length).result(self.value[:, :length])
+
+
+@dataclass(frozen=True)
+class TokenRecord:
+    """How each token was solved, (B, T) each, from a solver that solves tokens in order."""
+
+    iterations: Tensor
+    residual: Tensor
+    status: Tensor
+
+    def first(self, length: int) -> TokenRecord:
+        """Return the record of the first `length` tokens."""
+        return TokenRecord(self.iterations[:, :length], self.residual[:, :length], self.status[:, :length])
+
+    def result(self, value: Tensor) -> SolveResult:
+        """Return the result whose sequences are as good as their worst token; a NaN residual stays one."""
+        return SolveResult(value, self.iterations.amax(-1), self.residual.amax(-1), self.status.amax(-1), self)
+
+
+class Problem(Protocol):
+    """A causal map f on (B, T, d) whose fixed point is sought; every solver starts from `start()`."""
+
+    @property
+    def mask(self) -> Tensor | None:
+        """(B, T), true at real tokens; None: all are real."""
+        ...
+
+    def start(self) -> Tensor:
+        """Return the first iterate, zeros (B, T, d)."""
+        ...
+
+    def evaluate(self, y: Tensor) -> Tensor:
+        """Return f(y), (B, T, d)."""
+        ...
+
+    def select(self, rows: Tensor) -> Self:
+        """Return the problem of the sequences `rows` (long indices) alone."""
+        ...
+
+
+class TokenwiseProblem(Problem, Protocol):
+    """A problem that can also be solved token by token, carrying what the past leaves behind."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens T."""
+        ...
+
+    def initial_state(self) -> Any:
+        """Return the state before the first token."""
+        ...
+
+    def token_problem(self, t: int, state: Any) -> Problem:
+        """Return the problem in y_t alone, on (B, 1, d), given the state before token t."""
+        ...
+
+    def advance(self, token: Any, y: Tensor) -> Any:
+        """Return the state after the token whose problem was solved by `y` (B, 1, d)."""
+        ...
+
+
+class Solver(Protocol):
+    """Finds a fixed point. `whole_sequence` tells whether its iterations are evaluations of f on all tokens."""
+
+    whole_sequence: bool
+
+    def solve(self, problem: Any, cap: Cap, *, training: bool) -> SolveResult:
+        """Solve without gradient. In training the batch stops together; otherwise each sequence by itself."""
+        ...

@@ -1,0 +1,53 @@
+"""Figures, by matplotlib without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fpexp.reporting.store import Curve
+
+
+def draw_curves(curves: Sequence[Curve], path: Path) -> None:
+    """Draw token accuracy (solid) and last-token accuracy (dashed) against length, one colour a model; PNG at `path`.
+
+    The longest training length is marked.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    names = sorted({_name(curve) for curve in curves})
+    for name in names:
+        members = [curve for curve in curves if _name(curve) == name and curve.rows]
+        for index, curve in enumerate(members):
+            _draw_curve(axes, curve, f"C{names.index(name) % 10}", _label(name, members) if index == 0 else None)
+    for length in sorted({curve.training_length for curve in curves if curve.training_length}):
+        axes.axvline(length, color="0.4", lw=1, ls=":")
+        axes.annotate(
+            "longest in training", (length, 0.02), fontsize=7, color="0.4", rotation=90, va="bottom", ha="right"
+        )
+    axes.set(xlabel="length", ylabel="accuracy: every token (solid), last token (dashed)", ylim=(0, 1.02))
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, loc="lower left")
+    figure.savefig(path, metadata={"Software": None})
+
+
+def _draw_curve(axes: Any, curve: Curve, colour: str, label: str | None) -> None:
+    lengths = [row["length"] for row in curve.rows]
+    axes.plot(lengths, [row["token_accuracy"] for row in curve.rows], marker="o", ms=3.5, color=colour, label=label)
+    axes.plot(lengths, [row["last_token_accuracy"] for row in curve.rows], ls="--", lw=1, color=colour, alpha=0.6)
+
+
+def _name(curve: Curve) -> str:
+    return f"{curve.task} {curve.model}"
+
+
+def _label(name: str, members: Sequence[Curve]) -> str:
+    seeds = ", ".join(str(curve.seed) for curve in members)
+    return f"{name}, seed{'s' if len(members) > 1 else ''} {seeds}"

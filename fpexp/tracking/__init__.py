@@ -1,0 +1,1 @@
+"""Where a run's numbers go: JSONL always, the console, and wandb when asked."""

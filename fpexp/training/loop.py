@@ -1,0 +1,180 @@
+"""The one training loop. It knows tasks by their batches and models by their logits."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fpexp.build import Experiment
+from fpexp.errors import FpexpError, Interrupted
+from fpexp.evaluation.length_curve import evaluate_length
+from fpexp.evaluation.metrics import Accuracy, LayerStatistics, summed_loss
+from fpexp.run_folder import RunFolder
+from fpexp.tasks import Batch
+from fpexp.tasks.lengths import Lengths
+from fpexp.tracking.tracker import Tracker
+from fpexp.training import checkpoint
+from fpexp.training.interruption import Interruption
+from fpexp.training.optimizer import learning_rate, make_optimizer
+from fpexp.training.precision import autocast
+from fpexp.training.randomness import derive_seed, generator
+
+MAX_SKIPPED_IN_A_ROW = 20
+"""With training.non_finite=skip, so many bad steps without a good one between them end the run."""
+
+
+@dataclass
+class Progress:
+    """Where training stands; saved with every checkpoint."""
+
+    step: int = 0  # optimiser steps done, skipped ones included; also the position in the data
+    seconds: float = 0.0  # of training, over all sittings
+    validated_at: int = -1
+    best_accuracy: float = -1.0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    stopped_early: bool = False
+
+
+class Trainer:
+    """Trains an experiment's model in place, logging, validating and saving as its config says."""
+
+    def __init__(self, experiment: Experiment, run: RunFolder, tracker: Tracker, interruption: Interruption) -> None:
+        self.experiment, self.run, self.tracker, self.interruption = experiment, run, tracker, interruption
+        self.config = experiment.config.training
+        self.model = experiment.model
+        self.optimizer = make_optimizer(self.model, self.config)
+        self.lengths = Lengths(experiment.task.lengths)
+        self.progress = Progress()
+        torch.manual_seed(derive_seed(experiment.config.seed, "dropout"))
+
+    def restore(self, saved: checkpoint.Checkpoint) -> None:
+        """Go on from a checkpoint."""
+        saved.load_model(self.model)
+        saved.load_optimizer(self.optimizer)
+        saved.load_randomness()
+        self.lengths.load_state_dict(saved.state["lengths"])
+        self.progress = Progress(**saved.state["progress"])
+
+    def fit(self) -> None:
+        """Train to the end. On a signal the state is saved before `Interrupted` goes on."""
+        self.model.train()
+        try:
+            while True:
+                if self._validation_due():
+                    self._validate()
+                if self._done():
+                    break
+                if self._save_due():
+                    self.save()
+                self.interruption.check()
+                self._train_one_step()
+        except Interrupted:
+            self.save()
+            raise
+        self.save()
+
+    def save(self) -> None:
+        """Write a checkpoint of the present step and drop the old ones; weights that are not finite are refused."""
+        bad = [name for name, tensor in self.model.state_dict().items() if not tensor.isfinite().all()]
+        if bad:
+            raise FpexpError(f"step {self.progress.step}: {bad[0]} is not finite and was not saved; lower training.lr")
+        state = {"progress": vars(self.progress), "lengths": self.lengths.state_dict()}
+        checkpoint.save(self.run.checkpoints, self.progress.step, self.model, self.optimizer, state)
+        checkpoint.prune(self.run.checkpoints, self.config.keep_checkpoints)
+
+    def _validation_due(self) -> bool:
+        step = self.progress.step
+        due = step % self.config.evaluate_every == 0 or step >= self.config.steps
+        return due and step > 0 and self.progress.validated_at != step
+
+    def _save_due(self) -> bool:
+        return self.progress.step > 0 and self.progress.step % self.config.checkpoint_every == 0
+
+    def _done(self) -> bool:
+        return self.progress.step >= self.config.steps or self.progress.stopped_early
+
+    def _train_one_step(self) -> None:
+        began = time.monotonic()
+        step, seed = self.progress.step, self.experiment.config.seed
+        source = generator(seed, "train", step)
+        length = self.lengths.next(self.config.batch_size, source)
+        batch = self.experiment.task.sample(self.config.batch_size, length, source)
+        lr = learning_rate(self.config, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        accuracy, statistics = self._accumulate(batch, length)
+        norm = self._gradient_norm()
+        loss = accuracy.summary()["loss"]
+        if math.isfinite(norm) and loss is not None and math.isfinite(loss):
+            self.optimizer.step()
+            self.progress.skipped_in_a_row = 0
+        else:
+            self._skip_or_stop(step, loss, norm)
+        self.lengths.observe(accuracy.summary()["last_token_accuracy"] or 0.0)
+        self.progress.step += 1
+        self.progress.seconds += time.monotonic() - began
+        if self.progress.step % self.config.log_every == 0 or step == 0 or self._done():
+            self._log(
+                "train", {"length": length, **accuracy.summary(), **statistics.summary(), "lr": lr, "grad_norm": norm}
+            )
+        self.tracker.progress(self.progress.step)
+
+    def _accumulate(self, batch: Batch, length: int) -> tuple[Accuracy, LayerStatistics]:
+        """Leave in .grad the gradient of the mean loss over all scored positions, however the batch is split."""
+        config = self.experiment.config
+        cap = self.experiment.schedule.training_cap(length, generator(config.seed, "cap", self.progress.step))
+        accuracy, statistics = Accuracy(), LayerStatistics()
+        scored = batch.scored
+        self.optimizer.zero_grad(set_to_none=True)
+        for part in batch.chunk(self.config.accumulation):
+            part = part.to(config.device)
+            with autocast(config):
+                output = self.model(part.inputs, cap, part.mask)
+            (summed_loss(output.logits, part.targets) / scored).backward()
+            accuracy.add(output.logits.detach(), part.targets)
+            statistics.add(output.solves)
+        return accuracy, statistics
+
+    def _gradient_norm(self) -> float:
+        limit = math.inf if self.config.clip is None else self.config.clip
+        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+
+    def _skip_or_stop(self, step: int, loss: float | None, norm: float) -> None:
+        what = f"step {step}: loss {loss}, gradient norm {norm}"
+        if self.config.non_finite == "stop":
+            raise FpexpError(
+                f"{what}; training stopped and the last checkpoint is good; lower training.lr, or skip such steps with "
+                "training.non_finite=skip"
+            )
+        self.progress.skipped += 1
+        self.progress.skipped_in_a_row += 1
+        if self.progress.skipped_in_a_row > MAX_SKIPPED_IN_A_ROW:
+            raise FpexpError(
+                f"{what}; {self.progress.skipped_in_a_row} steps in a row were not finite; lower training.lr"
+            )
+
+    def _validate(self) -> None:
+        """Measure at the training length."""
+        step = self.progress.step
+        samples = self.experiment.config.evaluation.validation_samples
+        row = evaluate_length(self.experiment, self.lengths.policy.max, samples, "validation", self.interruption.check)
+        self.progress.validated_at = step
+        self._log("validation", row)
+        accuracy = row["sequence_accuracy"]
+        if accuracy > self.progress.best_accuracy:
+            self.progress.best_accuracy = accuracy
+            self.save()
+            checkpoint.mark_best(self.run.checkpoints, step, accuracy)
+        goal = self.config.stop_at_accuracy
+        self.progress.stopped_early = goal is not None and accuracy >= goal
+
+    def _log(self, kind: str, numbers: dict[str, Any]) -> None:
+        progress = self.progress
+        self.tracker.log(
+            {"kind": kind, "step": progress.step, **numbers, "skipped": progress.skipped, "seconds": progress.seconds}
+        )

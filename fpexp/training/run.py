@@ -1,0 +1,122 @@
+"""One run from config to curve, with its folder telling how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from typing import NoReturn
+
+import torch
+
+from fpexp.build import Experiment, build
+from fpexp.config.run import RunConfig
+from fpexp.environment import describe
+from fpexp.errors import FpexpError, Interrupted, UserError
+from fpexp.evaluation.length_curve import length_curve
+from fpexp.reporting.figures import draw_curves
+from fpexp.reporting.store import read_curve
+from fpexp.run_folder import RunFolder, read_rows, write_json
+from fpexp.tracking.tracker import RunStart, Tracker
+from fpexp.training.checkpoint import Checkpoint, load_newest
+from fpexp.training.interruption import Interruption
+from fpexp.training.loop import Trainer
+from fpexp.training.precision import apply_machine_settings
+
+
+def start_run(config: RunConfig, tracker: Tracker) -> RunFolder:
+    """Train a new run and measure its curve."""
+    experiment = _build(config)
+    run = RunFolder.create(experiment.config)
+    write_json(run.path / "environment.json", describe(experiment.config, experiment.model.parameter_count()))
+    _carry_out(run, experiment, tracker, None)
+    return run
+
+
+def resume_run(run: RunFolder, config: RunConfig, tracker: Tracker) -> RunFolder:
+    """Go on with a run from its newest whole checkpoint; `config` is its own, but for where it runs."""
+    if run.status().get("state") == "finished":
+        raise UserError(f"run '{run.id}' is finished; `fpexp evaluate run={run.id}` measures it again")
+    warnings: list[str] = []
+    saved = load_newest(run.checkpoints, warnings) if any(run.checkpoints.glob("step_*")) else None
+    experiment = _build(config)
+    notes = (*experiment.notes, *(f"warning: {warning}" for warning in warnings))
+    _carry_out(run, dataclasses.replace(experiment, notes=notes), tracker, saved)
+    return run
+
+
+def _build(config: RunConfig) -> Experiment:
+    experiment = build(config)
+    notes = apply_machine_settings(experiment.config)
+    return dataclasses.replace(experiment, notes=(*experiment.notes, *notes))
+
+
+def _carry_out(run: RunFolder, experiment: Experiment, tracker: Tracker, saved: Checkpoint | None) -> None:
+    with run.lock(), Interruption() as interruption:
+        run.write_status("running")
+        try:
+            trainer = Trainer(experiment, run, tracker, interruption)
+            if saved is not None:
+                trainer.restore(saved)
+            tracker.start(
+                RunStart(
+                    run=run,
+                    config=experiment.config,
+                    parameters=experiment.model.parameter_count(),
+                    resumed_from=None if saved is None else trainer.progress.step,
+                    notes=experiment.notes,
+                )
+            )
+            trainer.fit()
+            _measure(run, experiment, trainer, tracker, interruption)
+        except BaseException as error:
+            _end_badly(run, experiment.config, tracker, error)
+        tracker.finish("finished")
+        run.write_status("finished", step=trainer.progress.step, skipped=trainer.progress.skipped)
+
+
+def _measure(
+    run: RunFolder, experiment: Experiment, trainer: Trainer, tracker: Tracker, interruption: Interruption
+) -> None:
+    """Measure the lengths that an interrupted sitting has not measured yet, and draw the curve."""
+    settings = experiment.config.evaluation
+    measured = {row["length"] for row in read_rows(run.curve)}
+    missing = [length for length in settings.lengths if length not in measured]
+    if missing:
+        for row in length_curve(experiment, missing, settings.samples, trainer.lengths.drawn, interruption.check):
+            tracker.log({"kind": "curve", "step": trainer.progress.step, **row})
+    draw_curves([read_curve(run)], run.path / "curve.png")
+
+
+def _end_badly(run: RunFolder, config: RunConfig, tracker: Tracker, error: BaseException) -> NoReturn:
+    """Record how the run ended and raise what the user is to read."""
+    resume = f"fpexp train resume={run.id}"
+    if config.results_dir != "results":
+        resume += f" results_dir={config.results_dir}"
+    if isinstance(error, (Interrupted, KeyboardInterrupt)):
+        tracker.finish("interrupted")
+        run.write_status("interrupted", reason=str(error), resume=resume)
+        if isinstance(error, Interrupted):
+            raise Interrupted(error.signum, f"{error}; the state is saved, go on with: {resume}") from None
+        raise error
+    tracker.finish("failed")
+    reason = _reason(error, config)
+    (run.path / "traceback.txt").write_text("".join(traceback.format_exception(error)))
+    run.write_status("failed", reason=reason)
+    if isinstance(error, FpexpError):
+        raise error
+    raise FpexpError(f"run {run.id} failed: {reason}; traceback in {run.path / 'traceback.txt'}") from error
+
+
+def _reason(error: BaseException, config: RunConfig) -> str:
+    text = str(error)
+    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text
+    if out_of_memory:
+        training, evaluation = config.training, config.evaluation
+        return (
+            f"out of memory on {config.device}; lower training.batch_size={training.batch_size}, raise "
+            f"training.accumulation={training.accumulation}, or lower model.d_model, task.lengths.max or "
+            f"evaluation.batch_size={evaluation.batch_size}"
+        )
+    if isinstance(error, SystemExit):
+        return f"it ended itself with exit code {error.code} before its end"
+    return text.splitlines()[0] if isinstance(error, FpexpError) and text else f"{type(error).__name__}: {text}"
