@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fpexp.commands.arguments import parse
-from fpexp.errors import UserError
+from fpexp.errors import FpexpError, UserError
 from fpexp.ranges import Count
 
 OPTIONS = {
@@ -19,6 +19,7 @@ OPTIONS = {
     "device": str,
     "results_dir": str,
 }
+MEASURING = ("lengths", "samples", "batch_size")  # the options that stand for settings under `evaluation`
 
 
 def run(arguments: list[str]) -> int:
@@ -31,6 +32,7 @@ def run(arguments: list[str]) -> int:
 
     from fpexp.loading import load_run
     from fpexp.tracking.console import print_curve, warn
+    from fpexp.training.machine import is_out_of_memory
 
     loaded = load_run(
         options["run"],
@@ -41,7 +43,15 @@ def run(arguments: list[str]) -> int:
         warn(warning)
     folder = loaded.run.path / "evaluations" / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True)
-    rows = _measure(loaded, {k: options[k] for k in ("lengths", "samples", "batch_size") if k in options}, folder)
+    chosen: dict[str, Any] = {key: options[key] for key in MEASURING if key in options}
+    try:
+        rows = _measure(loaded, chosen, folder)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise FpexpError(
+            f"out of memory on {loaded.experiment.config.device}; lower batch_size or the longest of lengths"
+        ) from error
     print_curve(rows)
     print(f"rows and curve: {folder}")
     return 0

@@ -142,15 +142,16 @@ def _jobs(folder: Path) -> list[dict[str, Any]]:
 
 def _summarise(folder: Path, total: int, signum: int | None) -> int:
     jobs = _jobs(folder)
+    common = set.intersection(*(set(job["overrides"]) for job in jobs)) if len(jobs) > 1 else set()
     rows = [
         [
-            str(j["number"]),
-            " ".join(j["overrides"]),
-            j["state"],
-            f"{j['seconds']:.0f} s",
-            j.get("run") or j.get("reason", ""),
+            str(job["number"]),
+            " ".join(word for word in job["overrides"] if word not in common),
+            job["state"],
+            f"{job['seconds']:.0f} s",
+            job.get("run") or job.get("reason", ""),
         ]
-        for j in jobs
+        for job in jobs
     ]
     print()
     print_table("jobs", ["job", "overrides", "state", "time", "run or reason"], rows)
@@ -161,11 +162,8 @@ def _summarise(folder: Path, total: int, signum: int | None) -> int:
         _show_curves(curves)
         draw_curves(curves, folder / "curves.png")
         print(f"curves: {folder / 'curves.png'}")
-    print(
-        f"{len(done)} of {total} jobs are done; run the same command again for what is missing"
-        if len(done) < total
-        else f"all {total} jobs are done"
-    )
+    again = "; the same command again runs what is missing" if len(done) < total else ""
+    print(f"{len(done)} of {total} jobs are done{again}")
     if signum is not None:
         return 128 + signum
     return 0 if len(done) == total else 1

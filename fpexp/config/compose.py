@@ -55,7 +55,7 @@ def compose_jobs(arguments: Sequence[str]) -> list[RunConfig]:
     swept = {override.get_key_element(): override for override in overrides if override.is_sweep_override()}
     _, hydra = _compose([*plain, *_first_values(swept.values())])
     given = {override.get_key_element() for override in overrides}
-    for override in parse_overrides([f"{key}={value}" for key, value in hydra.sweeper.params.items()]):
+    for override in parse_overrides([f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]):
         if override.get_key_element() not in given:
             swept = {override.get_key_element(): override, **swept}
     choices_of_each = [

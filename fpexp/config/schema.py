@@ -52,7 +52,7 @@ def resolve_target(name: str, key: str) -> Callable[..., Any]:
 
 def settings_of(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return the keyword-only parameters of `target`, with annotations evaluated."""
-    function = target.__init__ if inspect.isclass(target) else target  # type: ignore[misc]
+    function = target.__init__ if inspect.isclass(target) else target
     hints = typing.get_type_hints(function, include_extras=True)
     parameters = inspect.signature(function).parameters.values()
     return {

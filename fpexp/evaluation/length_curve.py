@@ -11,7 +11,7 @@ from fpexp.build import Experiment
 from fpexp.evaluation.metrics import Accuracy, LayerStatistics
 from fpexp.models import ModelOutput
 from fpexp.tasks import Batch
-from fpexp.training.precision import autocast
+from fpexp.training.machine import autocast
 from fpexp.training.randomness import generator
 
 Check = Callable[[], None]

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from fpexp.run_folder import Row
@@ -36,12 +37,11 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     note("\n".join(lines))
 
 
-def print_curve(rows: list[Row]) -> None:
+def print_curve(rows: Sequence[Row]) -> None:
     """Print the length curve as a table, with the columns on iterations only where a row has them."""
     iterations = any("iterations_mean" in row for row in rows)
-    columns = ["length", "token accuracy", "last token", "sequence accuracy"]
-    columns += ["iterations", "max", "n", ""] if iterations else ["n", ""]
-    print_table("length curve", columns, [_curve_cells(row, iterations) for row in rows])
+    columns = ["length", "token", "last token", "sequence", *(["iterations", "max"] if iterations else []), "n", ""]
+    print_table("accuracy by length", columns, [_curve_cells(row, iterations) for row in rows])
 
 
 class ConsoleTracker:
@@ -135,7 +135,6 @@ class _Live:
         from rich.console import Console, Group
         from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.text import Text
 
         self._pace = pace
         self._numbers = ""
@@ -144,7 +143,7 @@ class _Live:
         self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), left)
         self._task = self._bar.add_task("", total=pace.total, completed=pace.first, left="")
         self._live = Live(
-            get_renderable=lambda: Group(self._bar, Text(self._numbers, no_wrap=True, overflow="ellipsis")),
+            get_renderable=lambda: Group(self._bar, *self._lines()),
             console=Console(highlight=False),
             refresh_per_second=REFRESH,
             redirect_stderr=sys.stderr.isatty(),  # else warnings would go to stdout
@@ -171,6 +170,11 @@ class _Live:
         self._live.stop()
         if self._curve:
             print_curve(self._curve)
+
+    def _lines(self) -> list[Any]:
+        from rich.text import Text
+
+        return [Text(self._numbers, no_wrap=True, overflow="ellipsis")] if self._numbers else []
 
 
 def has_rich_terminal() -> bool:
@@ -223,10 +227,10 @@ def _train_text(row: Row) -> str:
 def _validation_text(row: Row) -> str:
     return "  ".join(
         [
-            f"validation at step {row['step']}",
+            f"step {row['step']} validation",
             f"loss {_number(row.get('loss'), '.3g')}",
             f"token accuracy {_number(row.get('token_accuracy'), '.3f')}",
-            f"sequence accuracy {_number(row.get('sequence_accuracy'), '.3f')} (length {row['length']})",
+            f"sequence {_number(row.get('sequence_accuracy'), '.3f')} (length {row['length']})",
         ]
     )
 
@@ -236,7 +240,7 @@ def _curve_text(row: Row) -> str:
         f"length {row['length']}",
         f"token accuracy {_number(row['token_accuracy'], '.3f')}",
         f"last token {_number(row['last_token_accuracy'], '.3f')}",
-        f"sequence accuracy {_number(row['sequence_accuracy'], '.3f')}",
+        f"sequence {_number(row['sequence_accuracy'], '.3f')}",
     ]
     if "iterations_mean" in row:
         most = _number(row.get("iterations_max"), ".0f")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fpexp.config.run import Tracking
+from fpexp.errors import FpexpError
 from fpexp.run_folder import Row, write_json
 from fpexp.tracking.console import note, warn
 from fpexp.tracking.tracker import RunStart
@@ -129,38 +130,32 @@ def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open(wandb: Any, start: RunStart) -> wandb.Run | None:
-    mode, reason = _choose_mode(wandb, start.config.tracking)
+    mode = _wanted_mode(wandb, start.config.tracking)
     if mode == "disabled":
         return None
-    if mode != "offline":
-        try:
-            run = _init(wandb, start, mode)
-        except Exception as error:
-            reason = _one_line(error)
-            wandb.teardown()  # without it wandb calls the run's id in use
-        else:
-            if run.url:
-                note(f"wandb: {run.url}")
-            return run
-    run = _init(wandb, start, "offline")
-    if reason:
-        warn(f"wandb runs offline ({reason}); {_how_to_sync(run)} sends it later")
-    return run
-
-
-def _choose_mode(wandb: Any, tracking: Tracking) -> tuple[str, str | None]:
-    """Return the mode, and why it is offline if nobody asked for that.
-
-    `auto` is what WANDB_MODE or wandb's settings file says. wandb is only started online when it has a key, for
-    otherwise it prompts.
-    """
-    wanted = {} if tracking.mode == "auto" else {"mode": tracking.mode}
-    mode = wandb.setup(settings=wandb.Settings(silent=True, **wanted)).settings.mode
     if mode in ("offline", "dryrun"):
-        return "offline", None
-    if mode != "disabled" and not wandb.login(prompt=False, verify=False):
-        return "offline", "no API key, `wandb login` stores one"
-    return mode, None
+        return _init(wandb, start, "offline")
+    try:
+        return _open_online(wandb, start, mode)
+    except Exception as error:
+        wandb.teardown()  # without it wandb calls the run's id in use
+        run = _init(wandb, start, "offline")
+        warn(f"wandb runs offline ({_one_line(error)}); {_how_to_sync(run)} sends it later")
+        return run
+
+
+def _wanted_mode(wandb: Any, tracking: Tracking) -> str:
+    """Return the mode asked for; `auto` is what WANDB_MODE or wandb's settings file says, which is online without."""
+    wanted = {} if tracking.mode == "auto" else {"mode": tracking.mode}
+    return wandb.setup(settings=wandb.Settings(silent=True, **wanted)).settings.mode
+
+
+def _open_online(wandb: Any, start: RunStart, mode: str) -> wandb.Run:
+    if not wandb.login(prompt=False, verify=False):  # `init` would prompt
+        raise FpexpError("no API key, `wandb login` stores one")
+    run = _init(wandb, start, mode)
+    note(f"wandb: {run.url}")
+    return run
 
 
 def _init(wandb: Any, start: RunStart, mode: str) -> wandb.Run:

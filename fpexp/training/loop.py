@@ -19,8 +19,8 @@ from fpexp.tasks.lengths import Lengths
 from fpexp.tracking.tracker import Tracker
 from fpexp.training import checkpoint
 from fpexp.training.interruption import Interruption
+from fpexp.training.machine import autocast
 from fpexp.training.optimizer import learning_rate, make_optimizer
-from fpexp.training.precision import autocast
 from fpexp.training.randomness import derive_seed, generator
 
 MAX_SKIPPED_IN_A_ROW = 20

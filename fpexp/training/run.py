@@ -6,8 +6,6 @@ import dataclasses
 import traceback
 from typing import NoReturn
 
-import torch
-
 from fpexp.build import Experiment, build
 from fpexp.config.run import RunConfig
 from fpexp.environment import describe
@@ -20,7 +18,7 @@ from fpexp.tracking.tracker import RunStart, Tracker
 from fpexp.training.checkpoint import Checkpoint, load_newest
 from fpexp.training.interruption import Interruption
 from fpexp.training.loop import Trainer
-from fpexp.training.precision import apply_machine_settings
+from fpexp.training.machine import apply_settings, is_out_of_memory
 
 
 def start_run(config: RunConfig, tracker: Tracker) -> RunFolder:
@@ -28,7 +26,7 @@ def start_run(config: RunConfig, tracker: Tracker) -> RunFolder:
     experiment = _build(config)
     run = RunFolder.create(experiment.config)
     write_json(run.path / "environment.json", describe(experiment.config, experiment.model.parameter_count()))
-    _carry_out(run, experiment, tracker, None)
+    _carry_out(run, experiment, tracker, resuming=False)
     return run
 
 
@@ -40,17 +38,19 @@ def resume_run(run: RunFolder, config: RunConfig, tracker: Tracker) -> RunFolder
     saved = load_newest(run.checkpoints, warnings) if any(run.checkpoints.glob("step_*")) else None
     experiment = _build(config)
     notes = (*experiment.notes, *(f"warning: {warning}" for warning in warnings))
-    _carry_out(run, dataclasses.replace(experiment, notes=notes), tracker, saved)
+    _carry_out(run, dataclasses.replace(experiment, notes=notes), tracker, resuming=True, saved=saved)
     return run
 
 
 def _build(config: RunConfig) -> Experiment:
     experiment = build(config)
-    notes = apply_machine_settings(experiment.config)
+    notes = apply_settings(experiment.config)
     return dataclasses.replace(experiment, notes=(*experiment.notes, *notes))
 
 
-def _carry_out(run: RunFolder, experiment: Experiment, tracker: Tracker, saved: Checkpoint | None) -> None:
+def _carry_out(
+    run: RunFolder, experiment: Experiment, tracker: Tracker, *, resuming: bool, saved: Checkpoint | None = None
+) -> None:
     with run.lock(), Interruption() as interruption:
         run.write_status("running")
         try:
@@ -62,7 +62,7 @@ def _carry_out(run: RunFolder, experiment: Experiment, tracker: Tracker, saved: 
                     run=run,
                     config=experiment.config,
                     parameters=experiment.model.parameter_count(),
-                    resumed_from=None if saved is None else trainer.progress.step,
+                    resumed_from=trainer.progress.step if resuming else None,
                     notes=experiment.notes,
                 )
             )
@@ -109,8 +109,7 @@ def _end_badly(run: RunFolder, config: RunConfig, tracker: Tracker, error: BaseE
 
 def _reason(error: BaseException, config: RunConfig) -> str:
     text = str(error)
-    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in text
-    if out_of_memory:
+    if is_out_of_memory(error):
         training, evaluation = config.training, config.evaluation
         return (
             f"out of memory on {config.device}; lower training.batch_size={training.batch_size}, raise "

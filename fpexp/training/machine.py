@@ -1,4 +1,4 @@
-"""The arithmetic of a run."""
+"""The arithmetic and the limits of the machine that a run is on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def autocast(config: RunConfig) -> torch.autocast:
     )
 
 
-def apply_machine_settings(config: RunConfig) -> tuple[str, ...]:
+def apply_settings(config: RunConfig) -> tuple[str, ...]:
     """Set threads and determinism for this process; return what cannot be pinned, a line each."""
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -23,3 +23,8 @@ def apply_machine_settings(config: RunConfig) -> tuple[str, ...]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
     return ("deterministic=true: cuDNN's LSTM and atomics in library kernels are not pinned",)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an exception means that memory ran out; torch on a CPU says so in a RuntimeError's text only."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
