@@ -73,8 +73,10 @@ def _first_values(overrides: Iterable[Override]) -> list[Override]:
 
 
 def _compose(overrides: Sequence[Override]) -> tuple[RunConfig, DictConfig]:
+    elsewhere = any(override.key_or_group == "hydra.searchpath" for override in overrides)
     for override in overrides:
-        _check_group(override)
+        if not elsewhere:
+            _check_group(override)
         _check_top_level(override)
     GlobalHydra.instance().clear()
     try:
@@ -113,9 +115,7 @@ def _force(override: Override) -> str:
 
 def _check_group(override: Override) -> None:
     value = override.value()
-    if override.key_or_group not in GROUPS or not isinstance(value, str):
-        return
-    if value not in choices(override.key_or_group):
+    if override.key_or_group in GROUPS and isinstance(value, str):
         check_choice(override.key_or_group, value)
 
 
@@ -129,7 +129,9 @@ def _check_top_level(override: Override) -> None:
 
 
 def _missing(error: MissingConfigException) -> str:
-    return f"no config file '{error.missing_cfg_file}'; choices: {', '.join(error.options or [])}"
+    options = error.options or []
+    name = str(error.missing_cfg_file)
+    return f"no config file '{name}'{did_you_mean(name.rpartition('/')[2], options)} ({', '.join(options)})"
 
 
 def _first_line(error: Exception) -> str:

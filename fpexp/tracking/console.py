@@ -137,7 +137,7 @@ class _Live:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._pace = pace
-        self._numbers = ""
+        self._numbers = self._trained = ""
         self._curve: list[Row] = []
         left = TextColumn("{task.fields[left]}", markup=False)
         self._bar = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), left)
@@ -152,7 +152,7 @@ class _Live:
 
     def log(self, row: Row) -> None:
         if row["kind"] == "train":
-            self._numbers = _train_text(row)
+            self._numbers = self._trained = _train_text(row)
         elif row["kind"] == "validation":
             self._live.console.print(_validation_text(row), markup=False)
         else:
@@ -165,8 +165,7 @@ class _Live:
         self._bar.update(self._task, completed=step, left=text)
 
     def finish(self) -> None:
-        if self._curve:
-            self._numbers = ""
+        self._numbers = self._trained
         self._live.stop()
         if self._curve:
             print_curve(self._curve)

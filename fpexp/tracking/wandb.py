@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,15 +70,14 @@ class WandbTracker:
             return
         run, self._run = self._run, None
         try:
-            import wandb
-
             run.finish(exit_code=0 if state == "finished" else 1)
-            wandb.teardown()
         except Exception as error:
             warn(f"wandb did not finish ({_one_line(error)}); {_how_to_sync(run)} sends what is missing")
+        _end_service()
 
     def _give_up(self, error: Exception) -> None:
         self._run = None
+        _end_service()
         warn(f"wandb failed ({_one_line(error)}); the run goes on without it")
 
 
@@ -138,7 +138,7 @@ def _open(wandb: Any, start: RunStart) -> wandb.Run | None:
     try:
         return _open_online(wandb, start, mode)
     except Exception as error:
-        wandb.teardown()  # without it wandb calls the run's id in use
+        _end_service()
         run = _init(wandb, start, "offline")
         warn(f"wandb runs offline ({_one_line(error)}); {_how_to_sync(run)} sends it later")
         return run
@@ -191,6 +191,14 @@ def _define_axes(run: wandb.Run) -> None:
     for kind, axis in (("train", "step"), ("validation", "step"), ("curve", "curve/length")):
         run.define_metric(axis)
         run.define_metric(f"{kind}/*", step_metric=axis)
+
+
+def _end_service() -> None:
+    """End wandb's process, which frees the run's id. Left to wandb's exit hook, a failure of it is a traceback."""
+    import wandb
+
+    with suppress(Exception):
+        wandb.teardown()
 
 
 def _how_to_sync(run: wandb.Run) -> str:
