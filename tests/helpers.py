@@ -59,9 +59,7 @@ class Toy:
     def select(self, rows: Tensor) -> Self:
         mask = None if self.mask is None else self.mask[rows]
         parameters = (parameter[rows] for parameter in self.parameters)
-        return type(self)(
-            self.f, *parameters, length=self.length, width=self.width, mask=mask, batches=self.batches
-        )
+        return type(self)(self.f, *parameters, length=self.length, width=self.width, mask=mask, batches=self.batches)
 
 
 def affine(slope: list[float], offset: list[float] | float = 1.0, **settings: Any) -> Toy:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fpexp.ops.fixed_point_sweep import MixerForm
+
 EPSILON = 1e-6
 
 
@@ -25,6 +27,11 @@ class ChannelMixer(ABC):
 
     width: int
     coefficient_size: int
+
+    @property
+    def form(self) -> MixerForm | None:
+        """How the fused kernels know this mixer; None for one that they do not know."""
+        return None
 
     @abstractmethod
     def factors(self, coefficients: Tensor) -> tuple[Tensor, ...]:

@@ -7,6 +7,7 @@ from typing import Annotated
 from torch import Tensor
 
 from fpexp.channel_mixers.base import LowRank
+from fpexp.ops.fixed_point_sweep import MixerForm
 from fpexp.ranges import Count, Range
 
 
@@ -21,6 +22,11 @@ class Householder(LowRank):
 
     def __init__(self, width: int, *, rank: Count, a_max: Annotated[float, Range(above=0, maximum=2)]) -> None:
         super().__init__(width, rank, a_max)
+
+    @property
+    def form(self) -> MixerForm:
+        """How the fused kernels know this mixer."""
+        return MixerForm("householder", (self.rank, 0), self.a_max)
 
     def apply(self, factors: tuple[Tensor, ...], v: Tensor) -> Tensor:
         """Return Q v, shape (..., width)."""

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from fpexp.channel_mixers.base import EPSILON, ChannelMixer, l2norm
 from fpexp.errors import UserError
+from fpexp.ops.fixed_point_sweep import MixerForm
 from fpexp.ranges import Count, Range
 
 
@@ -36,6 +37,11 @@ class Kronecker(ChannelMixer):
         self.normalise, self.power_iterations = normalise, power_iterations
         self.sizes = _near_square(width)
         self.coefficient_size = sum(n + n * (n + 1) // 2 for n in self.sizes)
+
+    @property
+    def form(self) -> MixerForm:
+        """How the fused kernels know this mixer."""
+        return MixerForm("kronecker", self.sizes, self.a_max, self.normalise == "rows", self.power_iterations)
 
     def factors(self, coefficients: Tensor) -> tuple[Tensor, ...]:
         """Return K1 (..., d1, d1) and K2 (..., d2, d2)."""

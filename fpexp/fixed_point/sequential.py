@@ -6,9 +6,11 @@ from typing import Literal
 
 import torch
 
+from fpexp.errors import UserError
 from fpexp.fixed_point.iterate import Stopping, iterate
 from fpexp.fixed_point.picard import Damped, Damping
-from fpexp.fixed_point.types import Cap, SolveResult, TokenRecord, TokenwiseProblem
+from fpexp.fixed_point.types import Cap, SolveResult, Sweepable, TokenRecord, TokenwiseProblem
+from fpexp.ops.fixed_point_sweep import SweepSettings
 from fpexp.ranges import Count, Positive
 
 
@@ -31,16 +33,38 @@ class Sequential:
         damping_decay: Damping = 0.9,
         patience: Count = 15,
         divergence_limit: Positive = 1e8,
+        backend: Literal["auto", "reference", "cpu"] = "auto",
     ) -> None:
         self.tolerance, self.tolerance_kind = tolerance, tolerance_kind
         self.inner_max_iterations = inner_max_iterations
         self.damping, self.damping_decay, self.patience = damping, damping_decay, patience
-        self.divergence_limit = divergence_limit
+        self.divergence_limit, self.backend = divergence_limit, backend
 
     @torch.no_grad()
     def solve(self, problem: TokenwiseProblem, cap: Cap, *, training: bool) -> SolveResult:
-        """Solve token by token; `cap` and `training` change nothing here."""
+        """Solve token by token, by a fused kernel where there is one; `cap` and `training` change nothing here."""
         del cap, training
+        if self.backend != "reference" and isinstance(problem, Sweepable):
+            swept = problem.sweep(self._sweep_settings())
+            if swept is not None:
+                return TokenRecord(swept.iterations, swept.residual, swept.status).result(swept.value)
+        if self.backend == "cpu":
+            raise UserError("solver.backend=cpu: no fused sweep for this model here; use solver.backend=auto")
+        return self._solve_tokens(problem)
+
+    def _sweep_settings(self) -> SweepSettings:
+        return SweepSettings(
+            tolerance=self.tolerance,
+            relative=self.tolerance_kind == "relative",
+            inner_max_iterations=self.inner_max_iterations,
+            damping=self.damping,
+            damping_decay=self.damping_decay,
+            patience=self.patience,
+            divergence_limit=self.divergence_limit,
+        )
+
+    def _solve_tokens(self, problem: TokenwiseProblem) -> SolveResult:
+        """The sweep in plain torch, any problem and device."""
         stopping = Stopping(self.tolerance, self.tolerance_kind, self.divergence_limit, together=False)
         inner = Cap(self.inner_max_iterations)
         state = problem.initial_state()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
+
+from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings
 
 
 class Status(IntEnum):
@@ -104,6 +106,15 @@ class TokenwiseProblem(Problem, Protocol):
 
     def advance(self, token: Any, y: Tensor) -> Any:
         """Return the state after the token whose problem was solved by `y` (B, 1, d)."""
+        ...
+
+
+@runtime_checkable
+class Sweepable(Protocol):
+    """A tokenwise problem with a fused kernel for the whole sweep."""
+
+    def sweep(self, settings: SweepSettings) -> SweepResult | None:
+        """Solve all tokens in order; None where no kernel knows this problem on this machine."""
         ...
 
 

@@ -16,6 +16,7 @@ from fpexp.channel_mixers.base import ChannelMixer, l2norm
 from fpexp.fixed_point import Cap, Solver, SolveResult, one_step
 from fpexp.models.lm import LanguageModel, ResidualBlock, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
+from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings, SweepTerms, sweep
 from fpexp.ops.selective_scan import selective_scan
 from fpexp.ranges import Count, CountOrZero, Positive, Probability
 
@@ -218,6 +219,27 @@ class FPMambaProblem:
         """Return the equation of token t, given the state before it."""
         token = self._map(lambda tensor: tensor[:, t : t + 1], state)
         return TokenProblem.of(token)
+
+    def sweep(self, settings: SweepSettings) -> SweepResult | None:
+        """Solve all tokens by a fused kernel, where there is one for this mixer and device."""
+        layer, norm = self.layer, self.layer.norm
+        terms = SweepTerms(
+            x=self.x,
+            coefficients=self.coefficients,
+            b=self.b,
+            c=self.c,
+            delta=self.delta,
+            z=self.z if layer.gate_inside else None,
+            A=self.A,
+            D=layer.D,
+            weight=self.loop_weight,
+            weight_sizes=layer.loop_sizes,
+            norm=None if norm is None else (norm.weight, norm.bias, norm.eps),
+            y=self.state.y,
+            H=self.state.H,
+            mask=self.mask,
+        )
+        return sweep(terms, layer.channel_mixer.form, settings)
 
     def advance(self, token: TokenProblem, y: Tensor) -> State:
         """Return the state after a token whose equation y (B, 1, d) solves."""

@@ -77,21 +77,32 @@ class ConsoleTracker:
 
 
 class Pace:
-    """Time spent and left, from what this process has measured itself, validation included."""
+    """Time spent and left, from what this process has measured itself, validation included.
+
+    The pace counts from the end of the first step, which also compiles and waits for other trackers to start.
+    """
 
     def __init__(self, first: int, total: int) -> None:
         self.first = first
         self.total = total
         self._began = time.monotonic()
+        self._first_done: tuple[int, float] | None = None  # step, seconds
 
     def elapsed(self) -> float:
         """Return the seconds since the start of this process's part of the run."""
         return time.monotonic() - self._began
 
+    def take(self, step: int) -> None:
+        """Take note that `step` is done."""
+        if self._first_done is None:
+            self._first_done = (step, self.elapsed())
+
     def left(self, step: int) -> float | None:
-        """Return the seconds that the steps after `step` will take; None before the first one is done."""
-        done = step - self.first
-        return self.elapsed() / done * max(self.total - step, 0) if done > 0 else None
+        """Return the seconds that the steps after `step` will take; None before there is a pace."""
+        if self._first_done is None or step <= self._first_done[0]:
+            return None
+        first, seconds = self._first_done
+        return (self.elapsed() - seconds) / (step - first) * max(self.total - step, 0)
 
 
 class _Display(Protocol):
@@ -117,7 +128,7 @@ class _Plain:
             note(_curve_text(row))
 
     def progress(self, step: int) -> None:
-        pass
+        self._pace.take(step)
 
     def finish(self) -> None:
         pass
@@ -160,6 +171,7 @@ class _Live:
             self._numbers = _curve_text(row)
 
     def progress(self, step: int) -> None:
+        self._pace.take(step)
         left = self._pace.left(step)
         text = "" if left is None else f"{format_duration(left)} left"
         self._bar.update(self._task, completed=step, left=text)

@@ -1,0 +1,78 @@
+"""Which backend of an op runs: `reference` everywhere, or the fused one for the device, where it is there."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from types import ModuleType
+
+import torch
+
+from fpexp.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+_FUSED = {"cpu": "cpu", "cuda": "triton"}
+"""The name of the fused backend, by type of device."""
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """Tell, once in a process, that something is slower than it could be."""
+    logger.warning(message)
+
+
+@functools.cache
+def choose(op: str, device: torch.device, requested: str = "auto") -> str:
+    """Return the name of the backend of `op` for tensors on `device`.
+
+    `auto` is the device's fused backend where it exists and imports, else `reference`. UserError where the backend
+    that was asked for does not exist, is for other devices, or does not import.
+    """
+    existing = available(op)
+    if requested == "auto":
+        return _choose_for_user(op, device, existing)
+    if requested not in existing:
+        raise UserError(f"backend={requested}: {op} has no such backend ({', '.join(('auto', *existing))})")
+    if requested == "reference":
+        return requested
+    if _FUSED.get(device.type) != requested:
+        wanted = next(kind for kind, name in _FUSED.items() if name == requested)
+        raise UserError(f"backend={requested} is for {wanted} tensors, not {device.type}; use backend=auto")
+    if reason := _missing(op, requested):
+        raise UserError(f"backend={requested}: {reason}; mend that (`fpexp doctor`), or use backend=reference")
+    return requested
+
+
+def load(op: str, device: torch.device, requested: str = "auto") -> ModuleType:
+    """Return the module of the backend that `choose` names."""
+    return importlib.import_module(f"fpexp.ops.{op}.{choose(op, device, requested)}")
+
+
+def available(op: str) -> tuple[str, ...]:
+    """Return the backends that `op` has, whether or not they run on this machine."""
+    fused = (name for name in _FUSED.values() if importlib.util.find_spec(f"fpexp.ops.{op}.{name}"))
+    return (*fused, "reference")
+
+
+def _choose_for_user(op: str, device: torch.device, existing: tuple[str, ...]) -> str:
+    fused = _FUSED.get(device.type)
+    if fused not in existing:
+        logger.info("%s on %s: backend=reference", op, device.type)
+        return "reference"
+    if reason := _missing(op, fused):
+        say_once(f"{op} on {device.type}: backend=reference, many times slower than {fused}: {reason}")
+        return "reference"
+    logger.info("%s on %s: backend=%s", op, device.type, fused)
+    return fused
+
+
+def _missing(op: str, name: str) -> str:
+    """Return why a backend does not import; empty where it does."""
+    try:
+        importlib.import_module(f"fpexp.ops.{op}.{name}")
+    except (ImportError, OSError) as error:  # OSError: a shared library that does not load
+        return str(error)
+    return ""

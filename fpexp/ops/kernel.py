@@ -1,0 +1,89 @@
+"""What CPU backends share: kernels that survive a cache they cannot write, and the threads that run them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from fpexp.ops.backend import say_once
+
+_LEAST_WORK = 2**19
+"""Inner steps (each some 0.3 to 1 ns) for which a thread is worth waking: 0.05 to 0.1 ms."""
+
+_PIECES = 4
+"""Pieces of work a thread, so that a core that is busy with something else does not hold up the rest."""
+
+
+class Kernel:
+    """A compiled loop over independent tasks, `function(first, last, *arguments)`; `jit` is numba's `njit`.
+
+    The machine code is kept on disk (NUMBA_CACHE_DIR, __pycache__ beside the source or the user's cache folder).
+    Where none of them can be written, every process compiles for itself, and says so.
+    """
+
+    def __init__(self, jit: Callable[..., Any], function: Callable[..., None], **options: Any) -> None:
+        self._compile_in_memory = lambda: jit(**options)(function)
+        try:
+            self._compiled = jit(cache=True, **options)(function)
+        except RuntimeError as error:  # numba found no folder that it may write
+            self._give_up_cache(error)
+
+    def run(self, tasks: int, work: int, *arguments: Any) -> None:
+        """Do tasks 0 to `tasks`, of `work` inner steps in all, on at most torch's number of threads.
+
+        A task must write where no other does. These are threads of Python and not numba's: a kernel holds no lock
+        of Python's, and neither a fork nor two callers at once end the process, as they do with OpenMP and numba's
+        own pool; nothing spins while torch computes.
+        """
+        threads = min(torch.get_num_threads(), tasks, work // _LEAST_WORK)
+        if threads <= 1:
+            self(0, tasks, *arguments)
+            return
+        self(0, 0, *arguments)  # compiles
+        pieces = min(tasks, _PIECES * threads)
+        bounds = [tasks * i // pieces for i in range(pieces + 1)]
+        numbers = iter(range(pieces))
+
+        def work_off() -> None:
+            for i in numbers:
+                self(bounds[i], bounds[i + 1], *arguments)
+
+        helpers = [_pool().submit(work_off) for _ in range(threads - 1)]
+        try:
+            work_off()
+        finally:
+            for helper in helpers:
+                if not helper.cancel():
+                    helper.result()
+
+    def __call__(self, first: int, last: int, *arguments: Any) -> None:
+        """Do tasks `first` to `last` (not included) in this thread."""
+        try:
+            self._compiled(first, last, *arguments)
+        except OSError as error:  # a kernel does no input or output: the cache could not be read or written
+            self._give_up_cache(error)
+            self._compiled(first, last, *arguments)
+
+    def _give_up_cache(self, error: Exception) -> None:
+        say_once(
+            f"compiled kernels cannot be kept on disk, so every start compiles again, for some seconds ({error}); "
+            "set NUMBA_CACHE_DIR to a folder that can be written"
+        )
+        self._compiled = self._compile_in_memory()
+
+
+_pools: list[ThreadPoolExecutor] = []
+
+
+def _pool() -> ThreadPoolExecutor:
+    if not _pools:
+        _pools.append(ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="fpexp-ops"))
+    return _pools[0]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pools.clear)  # the threads stay with the parent

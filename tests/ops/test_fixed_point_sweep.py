@@ -1,0 +1,136 @@
+"""The fused sweep against the solver's own loop over tokens: same iterates, counts, residuals and statuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from helpers import LENGTHS, MIXERS, make_layer, random
+from torch.testing import assert_close
+
+from fpexp.channel_mixers import Householder
+from fpexp.errors import UserError
+from fpexp.fixed_point import Cap, Sequential, SolveResult, Status
+from fpexp.models.fp_mamba import Dependence, FPMambaLayer, FPMambaProblem
+
+SWITCHES = [Dependence(*on) for on in itertools.product([False, True], repeat=5)]
+
+
+def solve(problem: FPMambaProblem, backend: str, **settings: object) -> SolveResult:
+    solver = Sequential(**{"tolerance": 1e-6, "backend": backend, **settings})  # type: ignore[arg-type]
+    return solver.solve(problem, Cap(1), training=False)
+
+
+def assert_same(problem: FPMambaProblem, **settings: object) -> SolveResult:
+    """Compare token by token; a map that does not contract amplifies rounding, so settings there are loose."""
+    expected, found = solve(problem, "reference", **settings), solve(problem, "cpu", **settings)
+    assert expected.tokens is not None
+    assert found.tokens is not None
+    assert torch.equal(found.tokens.iterations, expected.tokens.iterations)
+    assert torch.equal(found.tokens.status, expected.tokens.status)
+    assert_close(found.value, expected.value, rtol=1e-9, atol=1e-9, equal_nan=True)
+    assert_close(found.tokens.residual, expected.tokens.residual, rtol=1e-5, atol=1e-9, equal_nan=True)
+    return found
+
+
+def problem_of(layer: FPMambaLayer, batch: int = 3, length: int = 9, **arguments: object) -> FPMambaProblem:
+    with torch.no_grad():
+        return layer.problem(random(batch, length, 4), **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("gate", ["outside", "inside"])
+@pytest.mark.parametrize("norm", ["layer_norm", "none"])
+def test_every_mixer_gate_and_norm(mixer: str, gate: str, norm: str) -> None:
+    everything = Dependence(lambda_=True, Q=True, b=True, c=True, gate=True)
+    layer = make_layer(mixer, Sequential(tolerance=0.1), dependence=everything, gate=gate, norm=norm)
+    found = assert_same(problem_of(layer))
+    assert (found.status == Status.CONVERGED).all()
+
+
+@pytest.mark.parametrize("dependence", SWITCHES, ids=str)
+@pytest.mark.parametrize("gate", ["outside", "inside"])
+def test_every_dependence(dependence: Dependence, gate: str) -> None:
+    assert_same(problem_of(make_layer("H2", Sequential(tolerance=0.1), dependence=dependence, gate=gate)))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths(length: int) -> None:
+    everything = Dependence(lambda_=True, Q=True, b=True, c=True, gate=True)
+    layer = make_layer("K-spectral", Sequential(tolerance=0.1), dependence=everything)
+    assert_same(problem_of(layer, batch=2, length=length))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_where_the_map_does_not_contract(mixer: str) -> None:
+    """Damping, patience and the cap are part of the answer there."""
+    layer = make_layer(mixer, Sequential(tolerance=0.1), norm="layer_norm", contracting=False)
+    found = assert_same(problem_of(layer, length=4), tolerance=1e-3, patience=3, inner_max_iterations=30)
+    assert (found.tokens.iterations > 3).any()  # type: ignore[union-attr]
+
+
+def test_absolute_tolerance() -> None:
+    layer = make_layer("H1", Sequential(tolerance=0.1))
+    problem = problem_of(layer)
+    relative, absolute = assert_same(problem), assert_same(problem, tolerance_kind="absolute")
+    assert not torch.equal(relative.tokens.iterations, absolute.tokens.iterations)  # type: ignore[union-attr]
+
+
+def test_padding_is_not_solved() -> None:
+    mask = torch.arange(9) < torch.tensor([[9], [4], [1]])
+    found = assert_same(problem_of(make_layer("H2", Sequential(tolerance=0.1)), mask=mask))
+    assert (found.tokens.iterations[~mask] == 1).all()  # type: ignore[union-attr]
+    assert (found.value[~mask] == 0).all()
+
+
+def test_carried_state() -> None:
+    everything = Dependence(lambda_=True, Q=True, b=True, c=True, gate=True)
+    layer = make_layer("DPLR2", Sequential(tolerance=0.1), dependence=everything)
+    problem = problem_of(layer)
+    state = problem.initial_state()
+    for t in range(4):
+        token = problem.token_problem(t, state)
+        state = problem.advance(token, solve(problem, "reference").value[:, t : t + 1])
+    rest = problem._map(lambda tensor: tensor[:, 4:], state)
+    assert_close(assert_same(rest).value, solve(problem, "cpu").value[:, 4:], rtol=1e-5, atol=1e-5)
+
+
+def test_nan_stays_in_its_sequence() -> None:
+    problem = problem_of(make_layer("H2", Sequential(tolerance=0.1), norm="layer_norm"))
+    x = problem.x.clone()
+    x[1, 3] = float("nan")
+    found = assert_same(dataclasses.replace(problem, x=x))
+    clean = solve(problem, "cpu")
+    assert found.status.tolist() == [Status.CONVERGED, Status.NON_FINITE, Status.CONVERGED]
+    assert torch.equal(found.value[[0, 2]], clean.value[[0, 2]])
+
+
+def test_divergence() -> None:
+    assert_same(
+        problem_of(make_layer("H2", Sequential(tolerance=0.1)), length=3), divergence_limit=0.05, tolerance=1e-12
+    )
+
+
+def test_float32_and_repeats() -> None:
+    layer = make_layer("K-rows", Sequential(tolerance=0.1)).float()
+    with torch.no_grad():
+        problem = layer.problem(random(3, 9, 4, dtype=torch.float32))
+    found = solve(problem, "cpu", tolerance=1e-4)
+    assert_close(found.value, solve(problem, "reference", tolerance=1e-4).value, rtol=1e-3, atol=1e-4)
+    assert torch.equal(found.value, solve(problem, "cpu", tolerance=1e-4).value)
+
+
+def test_a_mixer_without_kernel() -> None:
+    """`auto` takes the plain sweep; asking for the kernel is an error."""
+
+    class Unknown(Householder):
+        form = None
+
+    layer = make_layer("H1", Sequential(tolerance=0.1))
+    layer.channel_mixer = Unknown(6, rank=1, a_max=0.5)
+    problem = problem_of(layer)
+    assert torch.equal(solve(problem, "auto").value, solve(problem, "reference").value)
+    with pytest.raises(UserError, match=r"solver\.backend=cpu"):
+        solve(problem, "cpu")
