@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, skip_init
 
 from fpexp.channel_mixers.base import ChannelMixer, l2norm
 from fpexp.fixed_point import Cap, Solver, SolveResult, one_step
@@ -104,7 +104,8 @@ class FPMambaLayer(SequenceLayer):
         self.in_projection = nn.Linear(d_model, 2 * width, bias=False)
         self.convolution = ShortConvolution(width, conv_width) if conv_width else None
         self.x_projection = nn.Linear(width, sum(self.x_sizes), bias=False)
-        self.s_projection = nn.Linear(width, sum(self.loop_sizes) + self.outer_gate_size, bias=False)
+        s_size = sum(self.loop_sizes) + self.outer_gate_size
+        self.s_projection = skip_init(nn.Linear, width, s_size, bias=False)  # nn.Linear's own warns of no rows
         self.mixer_bias = nn.Parameter(torch.zeros(mixer_size))
         self.dt_projection = nn.Linear(dt_rank, width)
         self.A_log = nn.Parameter(torch.arange(1.0, state_size + 1).log().repeat(width, 1))
