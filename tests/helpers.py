@@ -153,7 +153,7 @@ def oracle_arguments(layer: FPMambaLayer, u: Tensor) -> dict[str, Any]:
     parts = np.split(x @ to_numpy(layer.x_projection.weight).T, np.cumsum(layer.x_sizes)[:-1], axis=-1)
     coefficients, b, c, dt = parts
     coefficients = coefficients + to_numpy(layer.mixer_bias)
-    blocks = np.split(to_numpy(layer.s_projection.weight), np.cumsum(layer.loop_sizes))
+    blocks = np.split(to_numpy(layer.s_weight), np.cumsum(layer.loop_sizes))
     W_ps, W_bs, W_cs, W_ls, W_zs = (block if len(block) else None for block in blocks[:5])
     norm = layer.norm
     return {

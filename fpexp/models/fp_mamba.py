@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Literal, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations, skip_init
+from torch.nn.utils import parametrizations
 
 from fpexp.channel_mixers.base import ChannelMixer, l2norm
 from fpexp.fixed_point import Cap, Solver, SolveResult, one_step
@@ -19,6 +20,9 @@ from fpexp.models.short_convolution import ShortConvolution
 from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings, SweepTerms, sweep
 from fpexp.ops.selective_scan import selective_scan
 from fpexp.ranges import Count, CountOrZero, Positive, Probability
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 DELTA_RANGE = (1e-3, 1e-1)  # Delta at initialisation, log-uniform, as in Mamba
 
@@ -104,8 +108,7 @@ class FPMambaLayer(SequenceLayer):
         self.in_projection = nn.Linear(d_model, 2 * width, bias=False)
         self.convolution = ShortConvolution(width, conv_width) if conv_width else None
         self.x_projection = nn.Linear(width, sum(self.x_sizes), bias=False)
-        s_size = sum(self.loop_sizes) + self.outer_gate_size
-        self.s_projection = skip_init(nn.Linear, width, s_size, bias=False)  # nn.Linear's own warns of no rows
+        self.s_weight = nn.Parameter(torch.empty(sum(self.loop_sizes) + self.outer_gate_size, width))
         self.mixer_bias = nn.Parameter(torch.zeros(mixer_size))
         self.dt_projection = nn.Linear(dt_rank, width)
         self.A_log = nn.Parameter(torch.arange(1.0, state_size + 1).log().repeat(width, 1))
@@ -114,15 +117,15 @@ class FPMambaLayer(SequenceLayer):
         self.out_projection = nn.Linear(width, d_model, bias=False)
         self._initialise()
         if weight_norm:
-            for projection in (self.x_projection, self.s_projection):
-                if projection.out_features:
-                    parametrizations.weight_norm(projection)
+            parametrizations.weight_norm(self.x_projection)
+            if self.s_weight.numel():
+                parametrizations.weight_norm(self, "s_weight")
 
     def _initialise(self) -> None:
         """x and s enter like the halves of one linear layer's input; W_dt and b_dt as in Mamba."""
         bound = 1 / math.sqrt(2 * self.width)
-        for projection in (self.x_projection, self.s_projection):
-            nn.init.uniform_(projection.weight, -bound, bound)
+        for weight in (self.x_projection.weight, self.s_weight):
+            nn.init.uniform_(weight, -bound, bound)
         nn.init.uniform_(self.dt_projection.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
         low, high = (math.log(value) for value in DELTA_RANGE)
         delta = torch.empty(self.width).uniform_(low, high).exp()
@@ -149,7 +152,7 @@ class FPMambaLayer(SequenceLayer):
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             zeros = x.new_zeros(x.shape[0], self.width, self.state_size, dtype=dtype)
             state = State(y=zeros[:, None, :, 0], H=zeros)
-        loop_weight, gate_weight = self.s_projection.weight.split([sum(self.loop_sizes), self.outer_gate_size])
+        loop_weight, gate_weight = self.s_weight.split([sum(self.loop_sizes), self.outer_gate_size])
         return FPMambaProblem(
             layer=self,
             x=x.to(state.H.dtype),
@@ -159,11 +162,23 @@ class FPMambaLayer(SequenceLayer):
             c=c,
             delta=self.dt_projection(dt),
             A=-self.A_log.exp(),
-            loop_weight=loop_weight,
+            loop_weight=loop_weight.to(dt.dtype),
             gate_weight=gate_weight,
             state=state,
             mask=mask,
         )
+
+
+def _full_precision(method: Callable[P, R]) -> Callable[P, R]:
+    """Keep autocast out of a method of `FPMambaProblem`; the product with s alone is in the projections' type."""
+
+    @functools.wraps(method)
+    def in_full_precision(*arguments: P.args, **named: P.kwargs) -> R:
+        problem = cast(FPMambaProblem, arguments[0])
+        with torch.autocast(problem.x.device.type, enabled=False):
+            return method(*arguments, **named)
+
+    return in_full_precision
 
 
 @dataclass(frozen=True)
@@ -171,8 +186,9 @@ class FPMambaProblem:
     """The fixed-point problem of one layer and input; a token's problem is the same on a slice of time.
 
     `x`, `z` (B, T, d), `coefficients`, `b`, `c` and `delta` (before the softplus) are what x contributes;
-    `loop_weight` (sum of loop_sizes, d) stacks the matrices on s inside the loop, for mixer, b, c, lambda and gate,
-    and `gate_weight` is W_zs where the gate stands outside; a dependence that is off has no rows.
+    `loop_weight` (sum of loop_sizes, d), in the type of the projections, stacks the matrices on s inside the loop, for
+    mixer, b, c, lambda and gate; `gate_weight` is W_zs where the gate stands outside. A dependence that is off has no
+    rows.
     """
 
     layer: FPMambaLayer
@@ -201,6 +217,7 @@ class FPMambaProblem:
         """Return s, (B, T, d): y one token earlier, with the carried token in front."""
         return torch.cat([self.state.y, y[:, :-1]], dim=1)
 
+    @_full_precision
     def evaluate(self, y: Tensor) -> Tensor:
         """Return f(y), (B, T, d)."""
         terms = self.terms(self.previous(y))
@@ -216,10 +233,16 @@ class FPMambaProblem:
         """Return the state before the first token."""
         return self.state
 
+    @_full_precision
     def token_problem(self, t: int, state: State) -> TokenProblem:
         """Return the equation of token t, given the state before it."""
         token = self._map(lambda tensor: tensor[:, t : t + 1], state)
         return TokenProblem.of(token)
+
+    @_full_precision
+    def evaluate_token(self, token: TokenProblem, y: Tensor) -> Tensor:
+        """Return the token map at y, (B, 1, d)."""
+        return self.normalise(token.terms, token.base + token.g * self.mix(token.terms, y))
 
     def sweep(self, settings: SweepSettings) -> SweepResult | None:
         """Solve all tokens by a fused kernel, where there is one for this mixer and device."""
@@ -242,6 +265,7 @@ class FPMambaProblem:
         )
         return sweep(terms, layer.channel_mixer.form, settings)
 
+    @_full_precision
     def advance(self, token: TokenProblem, y: Tensor) -> State:
         """Return the state after a token whose equation y (B, 1, d) solves."""
         terms = token.terms
@@ -254,7 +278,9 @@ class FPMambaProblem:
         x_parts = (self.coefficients, self.b, self.c, self.delta)
         coefficients, b, c, delta = x_parts
         if self.loop_weight.shape[0]:
-            s_parts = functional.linear(s, self.loop_weight).split(self.layer.loop_sizes, dim=-1)
+            s_parts = functional.linear(s.to(self.loop_weight.dtype), self.loop_weight).split(
+                self.layer.loop_sizes, dim=-1
+            )
             *updated, z_part = (_plus(x, part) for x, part in zip((*x_parts, z), s_parts, strict=True))
             (coefficients, b, c, delta), z = updated, z_part
         return Terms(
@@ -322,7 +348,7 @@ class TokenProblem:
 
     def evaluate(self, y: Tensor) -> Tensor:
         """Return the token map at y, (B, 1, d)."""
-        return self.whole.normalise(self.terms, self.base + self.g * self.whole.mix(self.terms, y))
+        return self.whole.evaluate_token(self, y)
 
     def select(self, rows: Tensor) -> Self:
         """Return the equations of the sequences `rows` alone."""

@@ -6,7 +6,7 @@ import torch
 
 from fpexp.ops.backend import choose
 
-OPS = ("selective_scan",)
+OPS = ("fixed_point_sweep", "selective_scan")
 
 
 def backends() -> dict[str, str]:

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 _FUSED = {"cpu": "cpu", "cuda": "triton"}
 """The name of the fused backend, by type of device."""
 
+_COMPILER = {"cpu": "numba", "triton": "triton"}
+"""The package that a backend needs."""
+
 
 @functools.cache
 def say_once(message: str) -> None:
@@ -33,7 +36,7 @@ def choose(op: str, device: torch.device, requested: str = "auto") -> str:
     """
     existing = available(op)
     if requested == "auto":
-        return _choose_for_user(op, device, existing)
+        return _fastest(op, device, existing)
     if requested not in existing:
         raise UserError(f"backend={requested}: {op} has no such backend ({', '.join(('auto', *existing))})")
     if requested == "reference":
@@ -42,7 +45,7 @@ def choose(op: str, device: torch.device, requested: str = "auto") -> str:
         wanted = next(kind for kind, name in _FUSED.items() if name == requested)
         raise UserError(f"backend={requested} is for {wanted} tensors, not {device.type}; use backend=auto")
     if reason := _missing(op, requested):
-        raise UserError(f"backend={requested}: {reason}; mend that (`fpexp doctor`), or use backend=reference")
+        raise UserError(f"backend={requested} {reason}, or use backend=reference")
     return requested
 
 
@@ -57,22 +60,28 @@ def available(op: str) -> tuple[str, ...]:
     return (*fused, "reference")
 
 
-def _choose_for_user(op: str, device: torch.device, existing: tuple[str, ...]) -> str:
+def cpu_available() -> bool:
+    """Tell whether numba, and with it the `cpu` backends, can be used."""
+    return choose("fixed_point_sweep", torch.device("cpu")) == "cpu"
+
+
+def _fastest(op: str, device: torch.device, existing: tuple[str, ...]) -> str:
     fused = _FUSED.get(device.type)
     if fused not in existing:
         logger.info("%s on %s: backend=reference", op, device.type)
         return "reference"
     if reason := _missing(op, fused):
-        say_once(f"{op} on {device.type}: backend=reference, many times slower than {fused}: {reason}")
+        say_once(f"the slower backend=reference is used on {device.type}: backend={fused} {reason}")
         return "reference"
     logger.info("%s on %s: backend=%s", op, device.type, fused)
     return fused
 
 
 def _missing(op: str, name: str) -> str:
-    """Return why a backend does not import; empty where it does."""
+    """Return what a backend needs and does not find; empty where it imports."""
     try:
         importlib.import_module(f"fpexp.ops.{op}.{name}")
     except (ImportError, OSError) as error:  # OSError: a shared library that does not load
-        return str(error)
+        compiler = _COMPILER[name]
+        return f"needs {compiler}, which does not import ({error}); pip install {compiler}"
     return ""

@@ -29,8 +29,8 @@ class Kernel:
         self._compile_in_memory = lambda: jit(**options)(function)
         try:
             self._compiled = jit(cache=True, **options)(function)
-        except RuntimeError as error:  # numba found no folder that it may write
-            self._give_up_cache(error)
+        except RuntimeError:  # numba's "no locator available"
+            self._give_up_cache("no folder that can be written")
 
     def run(self, tasks: int, work: int, *arguments: Any) -> None:
         """Do tasks 0 to `tasks`, of `work` inner steps in all, on at most torch's number of threads.
@@ -65,13 +65,13 @@ class Kernel:
         try:
             self._compiled(first, last, *arguments)
         except OSError as error:  # a kernel does no input or output: the cache could not be read or written
-            self._give_up_cache(error)
+            self._give_up_cache(str(error.strerror))
             self._compiled(first, last, *arguments)
 
-    def _give_up_cache(self, error: Exception) -> None:
+    def _give_up_cache(self, reason: str) -> None:
         say_once(
-            f"compiled kernels cannot be kept on disk, so every start compiles again, for some seconds ({error}); "
-            "set NUMBA_CACHE_DIR to a folder that can be written"
+            f"compiled kernels cannot be kept on disk ({reason}): every start compiles again, for some seconds; "
+            "set NUMBA_CACHE_DIR to a folder with some space that can be written"
         )
         self._compiled = self._compile_in_memory()
 

@@ -47,5 +47,5 @@ def learning_rate(config: Training, step: int) -> float:
 
 
 def _is_exempt(name: str, parameter: nn.Parameter) -> bool:
-    magnitude_of_weight_norm = name.endswith("parametrizations.weight.original0")
+    magnitude_of_weight_norm = ".parametrizations." in f".{name}" and name.endswith(".original0")
     return parameter.ndim < 2 or name.rpartition(".")[2] in EXEMPT_NAMES or magnitude_of_weight_norm

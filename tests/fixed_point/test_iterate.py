@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import oracle
@@ -38,9 +39,8 @@ def test_residual_is_the_papers(kind: str) -> None:
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_non_finite_from_the_third_evaluation_stops_there(bad: float, stop_early: bool, training: bool) -> None:
     """CASES.md 1."""
-    problem = Toy(lambda y: 0.5 * y + 1, length=2)
-    problem.parameters = (torch.zeros(2),)
-    problem.f = lambda y, _: 0.5 * y + (bad if len(problem.batches) >= 3 else 1.0)
+    calls = itertools.count(1)
+    problem = Toy(lambda y, _: 0.5 * y + (bad if next(calls) >= 3 else 1.0), torch.zeros(2), length=2)
     result = solve(problem, stop_early=stop_early, training=training)
     assert problem.batches == [2, 2, 2]
     assert result.iterations.tolist() == [3, 3]
@@ -63,7 +63,7 @@ def test_cap_reached_has_the_true_residual(training: bool) -> None:
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("stop_early", [False, True])
-@pytest.mark.parametrize("cap", [1, 2, 7, 400])
+@pytest.mark.parametrize("cap", [1, 2, 7, 2000])
 def test_value_is_the_iterate_that_the_residual_belongs_to(cap: int, stop_early: bool, training: bool) -> None:
     """For every way to end, with damping under way where a slope of -1.02 calls for it."""
     problem = affine([0.1, 0.5, -1.02, 0.9, 0.99], [1.0, -2.0, 1.0, 3.0, 1.0], length=2)
@@ -72,14 +72,14 @@ def test_value_is_the_iterate_that_the_residual_belongs_to(cap: int, stop_early:
     torch.testing.assert_close(measured, result.residual, rtol=1e-12, atol=0)
     converged = result.status == Status.CONVERGED
     assert torch.equal(converged, result.residual <= 1e-6)
-    if cap == 400 and not training:
+    if cap == 2000 and not training:
         assert converged.all()
 
 
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 16])
 def test_without_early_stop_exactly_the_cap_is_evaluated(n: int, training: bool) -> None:
-    problem = affine([0.0, 0.5, 0.999])
+    problem = affine([0.0, 0.0, 0.1])
     result = solve(problem, n, stop_early=False, training=training)
     assert problem.batches == [3] * n
     assert result.iterations.tolist() == [n] * 3

@@ -89,13 +89,15 @@ def test_a_pipe_gets_a_line_for_each_row(
     tracker = ConsoleTracker()
     tracker.start(start)
     capsys.readouterr()
-    clock[0] += 12
+    clock[0] += 2
+    tracker.progress(1)
+    clock[0] += 10
     tracker.progress(200)
     for row in (TRAIN | SOLVER, VALIDATION, CURVE | SOLVER, CURVE | {"seen_in_training": True}):
         tracker.log(row)
     tracker.finish("finished")
     assert capsys.readouterr().out.splitlines() == [
-        "step 200/2500  loss 0.812  token accuracy 0.77 (length 3)  iterations 8.4  0:12 elapsed, 2:18 left",
+        "step 200/2500  loss 0.812  token accuracy 0.77 (length 3)  iterations 8.4  0:12 elapsed, 1:56 left",
         "step 200 validation  loss 0.5  token accuracy 0.500  sequence - (length 16)",
         "length 64  token accuracy 0.910  last token 0.800  sequence -  iterations 8.4 (max 12)  n 1024",
         "length 64  token accuracy 0.910  last token 0.800  sequence -  n 1024  trained",
@@ -106,15 +108,20 @@ def test_time_left_counts_the_steps_of_this_process(
     start: RunStart, clock: list[float], capsys: pytest.CaptureFixture[str]
 ) -> None:
     tracker = ConsoleTracker()
-    tracker.start(resume(start, 2300))
+    tracker.start(resume(start, 2299))
+    clock[0] += 60  # compiling
+    tracker.progress(2300)
+    tracker.log(TRAIN | {"step": 2300})
+    assert capsys.readouterr().out.endswith("  1:00 elapsed\n")
     clock[0] += 100
+    tracker.progress(2400)
     tracker.log(TRAIN | {"step": 2400})
-    assert capsys.readouterr().out.endswith("1:40 elapsed, 1:40 left\n")
+    assert capsys.readouterr().out.endswith("2:40 elapsed, 1:40 left\n")
 
 
 def test_a_terminal_gets_a_bar_and_a_table(start: RunStart, terminal: Terminal) -> None:
     with redirect_stdout(terminal):
-        play(ConsoleTracker(), start, [TRAIN | SOLVER, VALIDATION, CURVE, CURVE | SOLVER])
+        play(ConsoleTracker(), start, [VALIDATION, TRAIN | SOLVER, CURVE, CURVE | SOLVER])
     shown = terminal.getvalue()
     assert "a [bracketed] note" in shown
     assert "200/2500" in shown

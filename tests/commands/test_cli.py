@@ -1,0 +1,410 @@
+"""`fpexp` as it is typed: what works, what is refused and how, exit codes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import TINY, CommandLine, Recorder, run_python, stop_at, tiny
+
+import fpexp
+from fpexp.build import build
+from fpexp.cli import COMMANDS
+from fpexp.config.catalogue import choices
+from fpexp.errors import Interrupted
+from fpexp.run_folder import RunFolder, read_rows
+from fpexp.training import checkpoint
+from fpexp.training.run import start_run
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
+    monkeypatch.chdir(tmp_path)
+    return CommandLine(capsys, tmp_path)
+
+
+@pytest.fixture
+def stopped(cli: CommandLine) -> RunFolder:
+    """A run that was stopped at its third step."""
+    with pytest.raises(Interrupted):
+        start_run(tiny(Path("results")), Recorder(at_step=stop_at(3)))
+    return cli.runs()[-1]
+
+
+def digest(folder: Path) -> dict[str, str]:
+    """What every file of a folder holds, but for the lock."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+
+
+# What works
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["task=a5", "model=fp_mamba_k"],
+        ["task=a4", "model=lstm", "seed=1", "training.steps=3"],
+        [
+            "task=s5",
+            "model=fp_mamba_h",
+            "model.channel_mixer.rank=4",
+            "solver=picard",
+            "schedule=fixed",
+            "schedule.max_iterations=16",
+        ],
+        ["task=a5", "model=fp_mamba_dplr", "model.channel_mixer.rank=2", "solver=picard", "schedule=gamma"],
+        ["task=group", "task.group='A4 x Z5'", "model=fp_mamba_k"],
+        ["task=group", "task.group=A4 x Z5", "model=fp_mamba_k", "task.bos=true", "precision=bfloat16"],
+    ],
+    ids=" ".join,
+)
+def test_a_first_day(cli: CommandLine, words: list[str]) -> None:
+    steps = [word for word in words if word.startswith("training.steps")] or ["training.steps=2"]
+    answer = cli("train", *TINY, *words, *steps)
+    assert answer.code == 0, answer.err
+    assert answer.err == ""
+    (run,) = cli.runs()
+    assert run.status()["state"] == "finished"
+    assert [row["length"] for row in read_rows(run.curve)] == [2, 4]
+    assert f"run {run.id}" in answer.out
+    assert "parameters" in answer.out
+    assert str(Path("curve.png")) in answer.out
+
+
+def test_a_run_leaves_its_folder(cli: CommandLine) -> None:
+    run = cli.train("seed=5")
+    assert re.fullmatch(r"a4-lstm-seed5-\d{8}-\d{6}(-\d+)?", run.id)
+    names = {path.name for path in run.path.iterdir()} - {".lock"}
+    assert names == {
+        "config.yaml", "environment.json", "metrics.jsonl", "curve.jsonl", "curve.png", "status.json", "checkpoints"
+    }  # fmt: skip
+    environment = json.loads((run.path / "environment.json").read_text())
+    assert environment["seed"] == 5
+    assert environment["parameters"] == build(run.config()).model.parameter_count()
+    assert environment["fingerprint"] == run.config().fingerprint()
+    assert environment["packages"]["torch"]
+    assert {"command", "commit", "device", "python", "fpexp"} <= environment.keys()
+    for row in read_rows(run.curve):
+        assert {"length", "token_accuracy", "last_token_accuracy", "sequence_accuracy", "n"} <= row.keys()
+        assert row["n"] == 8
+    for row in read_rows(run.metrics):
+        assert {"kind", "step", "loss", "token_accuracy", "last_token_accuracy", "sequence_accuracy"} <= row.keys()
+    assert all("lr" in row and "grad_norm" in row for row in read_rows(run.metrics) if row["kind"] == "train")
+    saved = run.config()
+    assert (saved.device, saved.precision) == ("cpu", "float32")
+    assert not list(run.path.rglob("*.partial"))
+
+
+def test_ids_never_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda *_: "20260101-000000")
+    ids = [RunFolder.create(tiny(tmp_path)).id for _ in range(3)]
+    stem = "a4-lstm-seed0-20260101-000000"
+    assert ids == [stem, f"{stem}-2", f"{stem}-3"]
+
+
+def test_resume_goes_on_and_ends_finished(cli: CommandLine, stopped: RunFolder) -> None:
+    status = stopped.status()
+    assert (status["state"], status["resume"]) == ("interrupted", f"fpexp train resume={stopped.id}")
+    answer = cli("train", f"resume={stopped.id}", "threads=1")
+    assert answer.code == 0, answer.err
+    assert "resumed from step 3" in answer.out
+    assert stopped.status()["state"] == "finished"
+    assert [row["step"] for row in read_rows(stopped.metrics) if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert len(cli.runs()) == 1
+
+
+def test_resume_in_another_results_dir_says_so(cli: CommandLine) -> None:
+    tracker = Recorder(at_step=stop_at(2))
+    with pytest.raises(Interrupted, match=r"go on with: fpexp train resume=\S+ results_dir=elsewhere$") as caught:
+        start_run(tiny(Path("elsewhere")), tracker)
+    words = str(caught.value).rpartition("fpexp ")[2].split()
+    assert cli(*words).code == 0
+    assert tracker.run.status()["state"] == "finished"
+
+
+def test_evaluate_has_its_own_folder_and_overwrites_nothing(cli: CommandLine) -> None:
+    run = cli.train(model="fp_mamba_h")
+    before = digest(run.path)
+    answer = cli("evaluate", f"run={run.id}", "lengths=[2,16,7]", "samples=12", "batch_size=5")
+    assert answer.code == 0, answer.err
+    (first,) = (run.path / "evaluations").iterdir()
+    rows = read_rows(first / "curve.jsonl")
+    assert [(row["length"], row["n"], row["step"]) for row in rows] == [(2, 12, 6), (7, 12, 6), (16, 12, 6)]
+    assert [row["seen_in_training"] for row in rows] == [True, False, False]
+    assert (first / "curve.png").read_bytes().startswith(b"\x89PNG")
+    for word in ("length", "2", "7", "16", str(first.name)):
+        assert word in answer.out
+
+    answer = cli("evaluate", f"run={run.path}")
+    assert answer.code == 0, answer.err
+    (second,) = set((run.path / "evaluations").iterdir()) - {first}
+    own = [dict(row) for row in read_rows(run.curve)]
+    assert read_rows(second / "curve.jsonl") == own
+    after = digest(run.path)
+    assert {name: after[name] for name in before} == before
+
+
+def test_evaluating_twice_in_one_second(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = cli.train()
+    monkeypatch.setattr("time.strftime", lambda *_: "20260101-000000")
+    codes = [cli("evaluate", f"run={run.id}", f"lengths=[{length}]").code for length in (2, 3)]
+    assert codes == [0, 0]
+    folders = sorted((run.path / "evaluations").iterdir())
+    assert [[row["length"] for row in read_rows(folder / "curve.jsonl")] for folder in folders] == [[2], [3]]
+
+
+def test_runs_lists_what_is_recorded(cli: CommandLine, stopped: RunFolder) -> None:
+    finished = cli.train("evaluation.lengths=[4,16]", model="fp_mamba_k")
+    (finished.path.parent / "broken").mkdir()
+    (finished.path.parent / "broken" / "config.yaml").write_text("nothing")
+    answer = cli("runs")
+    assert answer.code == 0
+    lines = answer.out.splitlines()
+    near, far = (row["token_accuracy"] for row in read_rows(finished.curve))
+    (line,) = (line for line in lines if finished.id in line)
+    for word in ("a4", "fp_mamba_k", "finished", f"{near:.3f} @4", f"{far:.3f} @16"):
+        assert word in line
+    assert any(stopped.id in line and "interrupted" in line for line in lines)
+    assert any("broken" in line and "unreadable config" in line for line in lines)
+    assert cli("runs", f"results_dir={finished.path.parent.parent}").out == answer.out
+
+
+def test_runs_of_nothing(cli: CommandLine) -> None:
+    answer = cli("runs", "results_dir=elsewhere")
+    assert answer.code == 0
+    assert "no runs under elsewhere/runs yet" in answer.out
+    assert not Path("elsewhere").exists()
+
+
+@pytest.mark.parametrize("kind", ["task", "model", "solver", "schedule", "scale", "experiment"])
+def test_list_has_a_line_for_each_choice(cli: CommandLine, kind: str) -> None:
+    answer = cli("list", f"{kind}s")
+    assert answer.code == 0
+    lines = answer.out.splitlines()
+    assert [line.split()[0] for line in lines] == list(choices(kind))
+    assert all(len(line.split()) > 1 for line in lines)
+    assert all(f"  {line}" in cli("list").out for line in lines)
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_help_lists_the_commands_and_exit_codes(cli: CommandLine, words: list[str]) -> None:
+    answer = cli(*words)
+    assert answer.code == 0
+    for word in (*COMMANDS, "--version", "exit codes", "130", "143"):
+        assert word in answer.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_every_command(cli: CommandLine, command: str) -> None:
+    answer = cli(command, "--help")
+    assert answer.code == 0
+    assert answer.out.startswith(f"usage: fpexp {command}")
+    assert cli(command, "-h").out == answer.out
+
+
+def test_help_of_train_has_groups_values_and_keys(cli: CommandLine) -> None:
+    out = cli("train", "--help").out
+    for group in ("task", "model", "solver", "schedule", "scale", "tracking", "experiment"):
+        for name in (group, *choices(group)):
+            assert re.search(rf"^\s+{name}\b", out, re.MULTILINE), name
+    for key in ("device", "precision", "threads", "seed", "results_dir", "steps", "lr", "samples", "fail_fast"):
+        assert re.search(rf"^\s+{key}:", out, re.MULTILINE), key
+
+
+def test_version(cli: CommandLine) -> None:
+    assert cli("--version").out == f"fpexp {fpexp.__version__}\n"
+
+
+def test_help_and_list_are_quick_and_import_nothing_heavy(tmp_path: Path) -> None:
+    code = """
+import sys, time
+began = time.monotonic()
+from fpexp.cli import main
+for words in ([], ["--help"], ["--version"], ["train", "--help"], ["runs", "--help"], ["list"]):
+    assert main(words) == 0
+taken = time.monotonic() - began
+heavy = {"torch", "hydra", "omegaconf", "numpy", "matplotlib", "wandb", "datasets", "rich"} & set(sys.modules)
+print(taken, file=sys.stderr)
+assert not heavy, heavy
+assert taken < 0.5, taken
+"""
+    answer = run_python(code, tmp_path)
+    assert answer.code == 0, answer.err
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["trian"], ["unknown command 'trian'; did you mean 'train'?", "evaluate"]),
+        (["train"], ["which model? write model=<name>", "lstm"]),
+        (["train", "task=a4", "model=lstm", "training.lrr=1"], ["'training.lrr'", "did you mean 'training.lr'?"]),
+        (["train", "task=a4", "model=lstm", "+training.lrr=1"], ["'training.lrr'", "did you mean 'training.lr'?"]),
+        (["train", "task=a4", "model=mamba,zz"], ["'model=mamba,zz'", "-m"]),
+        (["train", "task=a4", "model=lstn"], ["unknown model 'lstn'; did you mean 'lstm'?"]),
+        (["train", "task=a4", "model=lstm", "training.steps=many"], ["training.steps='many' must be an integer"]),
+        (["train", "task=a4", "model=lstm", "training.lr_schedule=cosin"], ["did you mean 'cosine'?"]),
+        (["train", "task=group", "model=lstm", "task.group=A"], ["task.group", "'A'", "for example 'S5'"]),
+        (["train", "task=group", "model=lstm", "task.group=S0"], ["task.group", "'S0'"]),
+        (["train", "task=group", "model=lstm", "task.group=Q8"], ["task.group", "'Q8'"]),
+        (["train", "task=group", "model=lstm"], ["task.group has no value"]),
+        (
+            ["train", "task=a4", "model=fp_mamba_k", "model.d_model=16", "model.expand=1.0625"],
+            ["Kronecker", "17", "model.d_model", "model.expand"],
+        ),
+        (["train", "task=a4", "model=fp_mamba_h", "model.channel_mixer.rank=0"], ["model.channel_mixer.rank=0"]),
+        (["train", "task=a4", "model=lstm", "evaluation.lengths=[0]"], ["evaluation.lengths[0]=0", "at least 1"]),
+        (["train", "task=a4", "model=lstm", "task.lengths.min=0"], ["task.lengths.min=0"]),
+        (["train", "task=a4", "model=lstm", "evaluation.lengths=[5000]"], ["evaluation.lengths[0]=5000", "context"]),
+        (["train", "task=a4", "model=fp_mamba_h", "solver=sequential", "schedule=fixed"], ["schedule=fixed", "picard"]),
+        (["train", "task=a4", "model=lstm", "device=tpu"], ["unknown device 'tpu'", "cuda"]),
+        (["train", "task=a4", "model=lstm", "device=cuda:64"], ["device=cuda:64", "use device=cpu"]),
+        (["train", "task=a4", "model=lstm", "model._target_=no.thing"], ["model._target_", "cannot import 'no.thing'"]),
+        (["train", "resume=a4-lstm"], ["no run 'a4-lstm' under results/runs"]),
+        (["train", "resume=a4-lstm", "-m"], ["resume= and -m do not go together"]),
+        (["train", "config=nowhere.yaml"], ["nowhere.yaml", "No such file"]),
+        (["train", "config=nowhere.yaml", "-m"], ["config= and -m do not go together"]),
+        (["train", "-m", "task=a4", "model=lstm,zz"], ["unknown model 'zz'"]),
+        (["train", "-m", "task=a4", "model=lstm", "seed=0,x"], ["seed='x' must be an integer"]),
+        (["train", "-m", "task=a4", "model=lstm", "training.lrr=1,2"], ["'training.lrr'", "'training.lr'?"]),
+        (["evaluate"], ["which run? write run=<run id>"]),
+        (["evaluate", "run=nope"], ["no run 'nope'"]),
+        (["evaluate", "runn=nope"], ["unknown key 'runn'; did you mean 'run'?"]),
+        (["evaluate", "nope"], ["'nope' is not understood", "lengths"]),
+        (["evaluate", "run=nope", "lengths=2"], ["lengths=2 must be a list"]),
+        (["evaluate", "run=nope", "lengths=[0]"], ["lengths[0]=0 is out of range"]),
+        (["evaluate", "run=nope", "lengths=[]"], ["lengths=[] is empty"]),
+        (["evaluate", "run=nope", "lengths=[2,"], ["cannot read 'lengths=[2,'"]),
+        (["evaluate", "run=nope", "samples=0"], ["samples=0 is out of range"]),
+        (["list", "modles"], ["unknown kind 'modles'; did you mean 'models'?", "tasks"]),
+        (["runs", "result_dir=x"], ["unknown key 'result_dir'; did you mean 'results_dir'?"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) and "=" not in value[0] else "",
+)
+def test_a_mistake_is_one_line_and_two(cli: CommandLine, words: list[str], parts: list[str]) -> None:
+    cli(*words).refused(*parts)
+    assert not list(Path().iterdir()), "nothing is left behind"
+
+
+def test_numbers_of_evaluate_are_numbers(cli: CommandLine) -> None:
+    cli("evaluate", "run=nope", "samples=1e3", "lengths=[1e1]").refused("no run 'nope'")
+
+
+@pytest.mark.parametrize("target", ["file", "file/below", "."])
+def test_a_results_dir_that_cannot_be_written(cli: CommandLine, target: str) -> None:
+    Path("file").write_text("kept")
+    Path("runs").write_text("kept")
+    cli("train", "task=a4", "model=lstm", *TINY, f"results_dir={target}").refused(f"results_dir={target}")
+    cli("train", "-m", "task=a4", "model=lstm", *TINY, "results_dir=file").refused("results_dir=file")
+    assert Path("file").read_text() == Path("runs").read_text() == "kept"
+
+
+def test_a_run_id_that_is_nearly_right(cli: CommandLine, stopped: RunFolder) -> None:
+    wrong = stopped.id[:-1]
+    for words in (["train", f"resume={wrong}"], ["evaluate", f"run={wrong}"]):
+        cli(*words).refused(f"no run '{wrong}'", f"did you mean '{stopped.id}'?")
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["training.steps=30", "training.lr=0.1", "model.d_model=32", "model=fp_mamba_h", "seed=1", "+training.steps=9"],
+)
+def test_a_resumed_run_does_not_change(cli: CommandLine, stopped: RunFolder, word: str) -> None:
+    before = digest(stopped.path)
+    key = word.partition("=")[0].lstrip("+")
+    cli("train", f"resume={stopped.id}", word).refused(f"'{key}' cannot change in a resumed run", "config.yaml")
+    assert digest(stopped.path) == before
+
+
+def test_a_checkpoint_of_another_shape(cli: CommandLine, stopped: RunFolder) -> None:
+    path = stopped.path / "config.yaml"
+    path.write_text(path.read_text().replace("d_model: 16", "d_model: 24"))
+    for words in (["evaluate", f"run={stopped.id}"], ["train", f"resume={stopped.id}"]):
+        cli(*words).refused(
+            "step_00000003.safetensors is of another model", "embedding.weight (12, 16) is not (12, 24)"
+        )
+    assert stopped.status()["state"] != "finished"
+    assert not stopped.curve.exists()
+    assert checkpoint.load_newest(stopped.checkpoints, []).state["step"] == 3
+
+
+def test_a_finished_run_is_not_resumed(cli: CommandLine) -> None:
+    run = cli.train()
+    before = digest(run.path)
+    cli("train", f"resume={run.id}").refused(f"run '{run.id}' is finished", f"fpexp evaluate run={run.id}")
+    assert digest(run.path) == before
+
+
+def test_a_run_that_another_process_holds(cli: CommandLine, stopped: RunFolder) -> None:
+    before = digest(stopped.path)
+    with stopped.lock():
+        cli("train", f"resume={stopped.id}").refused(f"run '{stopped.id}' is being used by another process")
+    assert digest(stopped.path) == before
+    assert stopped.status()["state"] == "interrupted"
+
+
+def test_a_run_without_a_checkpoint_cannot_be_measured(cli: CommandLine) -> None:
+    run = RunFolder.create(tiny(Path("results")))
+    cli("evaluate", f"run={run.id}").refused(f"no whole checkpoint in {run.path.resolve() / 'checkpoints'}")
+    assert not (run.path / "evaluations").exists()
+
+
+def test_evaluating_past_the_context_leaves_nothing(cli: CommandLine, stopped: RunFolder) -> None:
+    before = digest(stopped.path)
+    cli("evaluate", f"run={stopped.id}", "lengths=[2,5000]").refused("lengths=5000", "task.context=4096")
+    assert digest(stopped.path) == before
+    assert not (stopped.path / "evaluations").exists()
+
+
+def test_a_broken_checkpoint_is_told_when_measuring(cli: CommandLine) -> None:
+    run = cli.train("training.checkpoint_every=3")
+    newest = run.checkpoints / "step_00000006.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-50])
+    answer = cli("evaluate", f"run={run.id}")
+    assert answer.code == 0
+    assert newest.name in answer.err
+    assert "Traceback" not in answer.err
+    (folder,) = (run.path / "evaluations").iterdir()
+    assert {row["step"] for row in read_rows(folder / "curve.jsonl")} == {3}
+
+
+# Failures and signals
+
+
+def test_a_run_that_diverges_ends_with_one(cli: CommandLine) -> None:
+    words = ["training.lr=1e20", "training.clip=null", "training.warmup_steps=0"]
+    answer = cli("train", "task=a4", "model=lstm", *TINY, *words)
+    answer.refused("step", "lower training.lr", code=1)
+    (run,) = cli.runs()
+    assert run.status()["state"] == "failed"
+    assert "lower training.lr" in run.status()["reason"]
+    assert not run.curve.exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KeyboardInterrupt(), 130, "fpexp: interrupted"),
+        (Interrupted(2), 130, "fpexp: interrupted by SIGINT"),
+        (Interrupted(15, "stopped; go on"), 143, "fpexp: stopped; go on"),
+    ],
+)
+def test_exit_codes_of_signals(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, line: str
+) -> None:
+    def run(arguments: list[str]) -> Any:
+        raise error
+
+    monkeypatch.setattr("fpexp.commands.runs.run", run)
+    answer = cli("runs")
+    assert (answer.code, answer.err, answer.out) == (code, line + "\n", "")

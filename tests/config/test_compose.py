@@ -1,0 +1,411 @@
+"""From conf/ and the command line to a checked config, and from a saved config back to the same run."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from runs import TINY, CommandLine, run_python, tiny, without_time
+
+from fpexp.build import check
+from fpexp.commands.train import read_run_config
+from fpexp.config.catalogue import GROUPS, choices
+from fpexp.config.compose import compose, compose_jobs
+from fpexp.config.run import RunConfig, read_config, write_config
+from fpexp.config.schema import Component, settings_of
+from fpexp.errors import UserError
+from fpexp.fixed_point import Picard, Sequential
+from fpexp.run_folder import read_rows
+
+BASE = ["task=a4", "model=lstm"]
+TASK_WORDS = {"group": ["task.group='A4 x Z5'"]}
+SCALES = list(choices("scale"))
+
+
+def task_words(task: str) -> list[str]:
+    return [f"task={task}", *TASK_WORDS.get(task, [])]
+
+
+def fits(solver: str, schedule: str) -> bool:
+    """Fixed and gamma cap whole-sequence iterations, which the sequential solver does not make."""
+    return not (solver == "sequential" and schedule in ("fixed", "gamma"))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("task", choices("task"))
+def test_every_task_composes_and_builds_at_every_scale(task: str, scale: str) -> None:
+    experiment = check(compose([*task_words(task), "model=fp_mamba_k", f"scale={scale}"]))
+    assert experiment.task.vocabulary_size == experiment.model.head.out_features
+    assert experiment.config.choices.task == task
+    assert experiment.config.choices.scale == scale
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("solver", choices("solver"))
+@pytest.mark.parametrize("model", choices("model"))
+def test_every_model_composes_and_builds_at_every_scale_with_every_solver(model: str, solver: str, scale: str) -> None:
+    experiment = check(compose(["task=a5", f"model={model}", f"solver={solver}", f"scale={scale}"]))
+    assert experiment.model.parameter_count() > 0
+
+
+@pytest.mark.parametrize("schedule", choices("schedule"))
+@pytest.mark.parametrize("solver", choices("solver"))
+def test_every_solver_composes_with_every_schedule_that_fits(solver: str, schedule: str) -> None:
+    words = ["task=a5", "model=fp_mamba_h", f"solver={solver}", f"schedule={schedule}", "device=cpu"]
+    if not fits(solver, schedule):
+        with pytest.raises(UserError, match=f"schedule={schedule} .*use solver=picard, or schedule=converge"):
+            check(compose(words))
+        return
+    settled = check(compose(words)).config.solver.resolve()
+    if solver == "auto":
+        assert settled is (Sequential if schedule == "converge" else Picard)
+    else:
+        assert settled.__name__.lower() == solver
+
+
+def test_a_capped_schedule_does_not_bother_a_model_without_solver() -> None:
+    check(compose([*BASE, "solver=sequential", "schedule=gamma"]))
+
+
+@pytest.mark.parametrize("tracking", choices("tracking"))
+def test_every_tracking_composes(tracking: str) -> None:
+    assert compose([*BASE, f"tracking={tracking}"]).tracking.wandb == (tracking == "wandb")
+
+
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_every_experiment_composes_and_builds_every_job(experiment: str) -> None:
+    jobs = compose_jobs([f"experiment={experiment}"])
+    for config in jobs:
+        check(config)
+    assert len(jobs) > 1
+
+
+def test_demo_is_fp_mamba_against_the_lstm_and_can_be_changed() -> None:
+    assert [job.choices.model for job in compose_jobs(["experiment=demo_a4"])] == ["fp_mamba_h", "lstm"]
+    jobs = compose_jobs(["experiment=demo_a4", "model=fp_mamba_k", "seed=0,1,2"])
+    assert [(job.choices.model, job.seed) for job in jobs] == [("fp_mamba_k", seed) for seed in (0, 1, 2)]
+    assert compose(["experiment=demo_a4"]).choices.task == "a4"
+
+
+def test_a_sweep_is_the_product_of_its_values() -> None:
+    jobs = compose_jobs(["task=a4,a5", "model=lstm", "seed=0,1", "training.lr=1e-3"])
+    assert [(job.choices.task, job.seed) for job in jobs] == [("a4", 0), ("a4", 1), ("a5", 0), ("a5", 1)]
+
+
+def components(value: Any) -> Iterator[Component]:
+    if isinstance(value, Component):
+        yield value
+        for setting in value.settings.values():
+            yield from components(setting)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[*task_words(task), "model=lstm"] for task in choices("task")]
+    + [["task=a4", f"model={model}"] for model in choices("model")]
+    + [[*BASE, f"solver={solver}"] for solver in choices("solver")]
+    + [[*BASE, f"schedule={schedule}"] for schedule in choices("schedule")],
+    ids=" ".join,
+)
+def test_every_setting_of_a_component_stands_in_its_file(words: list[str]) -> None:
+    config = compose(words)
+    for root in (config.task, config.model, config.solver, config.schedule):
+        for component in components(root):
+            assert set(component.settings) == set(settings_of(component.resolve())), component.target
+
+
+def test_setting_of_a_model_needs_no_plus() -> None:
+    assert compose([*BASE, "model.dropout=0.1"]).model.settings["dropout"] == 0.1
+
+
+@functools.cache
+def composed(*words: str) -> dict[str, Any]:
+    return compose(words).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "expected"),
+    [
+        ([], "choices.scale", "cpu"),
+        ([], "choices.solver", "auto"),
+        ([], "choices.schedule", "converge"),
+        ([], "solver.tolerance", 0.1),
+        ([], "solver.picard.outlier_quantile", 0.25),
+        ([], "solver.inner_max_iterations", 100),
+        ([], "schedule.max_iterations", 100),
+        ([], "schedule.evaluation_max_iterations", 1000),
+        (["schedule=gamma"], "schedule.mean", 4.0),
+        (["schedule=gamma"], "schedule.shape", 4.0),
+        ([], "model.gradient", "one_step"),
+        ([], "model.dependence", {"lambda": False, "Q": True, "b": True, "c": True, "gate": True}),
+        (["model=fp_mamba_h"], "model.channel_mixer.a_max", 2.0),
+        (["model=fp_mamba_dplr"], "model.channel_mixer.a_max", 2.0),
+        (["model=fp_mamba_k"], "model.channel_mixer.a_max", 2.0),
+        (["model=fp_mamba_k"], "model.channel_mixer.normalise", "spectral"),
+        ([], "model.weight_norm", False),
+        (["scale=paper"], "model.weight_norm", True),
+        ([], "model.expand", 2.0),
+        ([], "model.dt_rank", None),
+        ([], "model.state_size", 16),
+        ([], "model.norm", "layer_norm"),
+        ([], "model.norm_epsilon", 1e-6),
+        ([], "model.conv_width", 0),
+        ([], "task.bos", False),
+        ([], "task.lengths.policy", "grow"),
+        ([], "task.lengths.min", 2),
+        (["scale=paper"], "task.lengths", {"policy": "fixed", "min": 16, "max": 16, "mastery": 0.75}),
+        (["scale=paper"], "training.steps", 125_000),
+        (["scale=paper"], "training.batch_size", 512),
+        (["scale=paper"], "training.lr", 1e-4),
+        (["scale=paper"], "training.weight_decay", 0.01),
+        (["scale=paper"], "training.betas", [0.9, 0.999]),
+        (["scale=paper"], "training.clip", 1.0),
+        (["scale=paper"], "training.lr_schedule", "cosine"),
+        (["scale=paper"], "model.d_model", 512),
+        ([], "precision", "auto"),
+        ([], "results_dir", "results"),
+    ],
+)
+def test_defaults_are_those_of_the_specification(words: list[str], path: str, expected: Any) -> None:
+    value: Any = composed("task=a5", "model=fp_mamba_h", *words)
+    for name in path.split("."):
+        value = value[name]
+    assert value == expected
+
+
+# CASES 32
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_a_typo_on_the_command_line(plus: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose([*BASE, f"{plus}training.lrr=1"])
+    assert str(caught.value) == "unknown key 'training.lrr'; did you mean 'training.lr'?"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> RunConfig:
+    return tiny(tmp_path / "results")
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_the_same_typo_in_a_config_file(saved: RunConfig, tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"run.{suffix}"
+    tree = saved.to_dict()
+    tree["training"]["lrr"] = 1
+    path.write_text(yaml.safe_dump(tree) if suffix == "yaml" else json.dumps(tree))
+    with pytest.raises(UserError) as caught:
+        read_run_config([f"config={path}"])
+    assert str(caught.value) == f"{path}: unknown key 'training.lrr'; did you mean 'training.lr'?"
+
+
+@pytest.mark.parametrize("plus", ["", "+", "++"])
+def test_the_same_typo_beside_a_config_file(saved: RunConfig, tmp_path: Path, plus: str) -> None:
+    write_config(saved, tmp_path / "run.yaml")
+    with pytest.raises(UserError) as caught:
+        read_run_config([f"config={tmp_path / 'run.yaml'}", f"{plus}training.lrr=1"])
+    assert str(caught.value) == "unknown key 'training.lrr'; did you mean 'training.lr'?"
+
+
+def test_a_typo_in_the_section_beside_a_config_file(saved: RunConfig, tmp_path: Path) -> None:
+    write_config(saved, tmp_path / "run.yaml")
+    with pytest.raises(UserError, match=r"unknown key 'trainin.*did you mean 'training"):
+        read_run_config([f"config={tmp_path / 'run.yaml'}", "trainin.lr=1"])
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["model=lstn"], ["unknown model 'lstn'", "did you mean 'lstm'?", "(fp_mamba_dplr, fp_mamba_h, "]),
+        (["modle=lstm"], ["unknown key 'modle'", "did you mean 'model'?"]),
+        (["model=lstm,zz"], ["'model=lstm,zz'", "-m"]),
+        (["seed=0,1"], ["'seed=0,1'", "-m"]),
+        (["seed=range(3)"], ["'seed=range(3)'", "-m"]),
+        (["trainin.lr=1"], ["unknown key 'trainin", "did you mean 'training"]),
+        (["lr=1"], ["unknown key 'lr'", "did you mean 'training.lr'?"]),
+        (["dropout=0.1"], ["unknown key 'dropout'", "did you mean 'model.dropout'?"]),
+        (["model=fp_mamba_h", "model.channel_mixer.rnak=2"], ["'model.channel_mixer.rnak'", "channel_mixer.rank'?"]),
+        (["solver=pickard"], ["unknown solver 'pickard'", "did you mean 'picard'?", "(auto, picard, sequential)"]),
+        (["scale=huge"], ["unknown scale 'huge'", "(cpu, gpu, paper)"]),
+        (["tracking=wanbd"], ["unknown tracking 'wanbd'", "did you mean 'wandb'?"]),
+        (["experiment=demo_a5"], ["unknown experiment 'demo_a5'", "did you mean 'demo_a4'?"]),
+        (["training.lr=abc"], ["training.lr='abc' must be a finite number"]),
+        (["training=5"], ["training=5 must be a mapping"]),
+        (["~training.lr"], ["training.lr is missing"]),
+        (["training.lr=[1"], ["cannot read 'training.lr=[1'"]),
+        (["lstm"], ["'lstm' is not an override", "<key>=<value>"]),
+        (["precision=fp8"], ["unknown precision 'fp8'", "(auto, float32, bfloat16, float64)"]),
+        (["seed=-1"], ["seed=-1 is out of range"]),
+        (["training.clip=0"], ["training.clip=0 is out of range"]),
+        (["training.lr=${nowhere}"], ["nowhere"]),
+        (["training.accumulation=5"], ["training.accumulation=5 is more than training.batch_size=4"]),
+        (["training.warmup_steps=7"], ["training.warmup_steps=7 is more than training.steps=6"]),
+        (["evaluation.lengths=[]"], ["evaluation.lengths=[] is empty"]),
+        (["task.lengths.min=5"], ["task.lengths.min=5 is more than task.lengths.max=4"]),
+        (["model=null"], ["model"]),
+        (["task=null"], ["task"]),
+    ],
+)
+def test_a_mistake_is_a_user_error_with_the_key(words: list[str], parts: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        compose([*BASE, *TINY, *words])
+    message = str(caught.value)
+    assert "\n" not in message
+    missing = [part for part in parts if part not in message]
+    assert not missing, message
+
+
+def test_missing_groups_are_asked_for() -> None:
+    with pytest.raises(UserError, match=r"which task\? write task=<name> \(a4, a5, group, s5\)"):
+        compose(["model=lstm"])
+    with pytest.raises(UserError, match=r"which model\? write model=<name>"):
+        compose(["task=a4"])
+    with pytest.raises(UserError, match=r"which model\? write model=<name>"):
+        compose_jobs(["task=a4,a5"])
+
+
+def test_a_length_that_does_not_fit_its_context_names_its_key() -> None:
+    for words, key in (
+        (["evaluation.lengths=[2,4097]"], r"evaluation.lengths\[1\]=4097"),
+        (["task.bos=true", "evaluation.lengths=[4096]"], r"evaluation.lengths\[0\]=4096"),
+        (["task.lengths.max=4097"], "task.lengths.max=4097"),
+        (["task.context=8"], "task.lengths.max=16"),
+    ):
+        with pytest.raises(UserError, match=f"{key} needs .* tokens, more than task.context="):
+            check(compose([*BASE, *words]))
+
+
+@pytest.mark.parametrize("with_file", [False, True])
+def test_numbers_are_numbers(saved: RunConfig, tmp_path: Path, with_file: bool) -> None:
+    words = ["training.lr=1e-3", "training.steps=2e3", "training.weight_decay=1E-2", "model.dropout=.5"]
+    if with_file:
+        write_config(saved, tmp_path / "run.yaml")
+        config = read_run_config([f"config={tmp_path / 'run.yaml'}", *words])
+    else:
+        config = compose([*BASE, *words])
+    assert config.training.lr == 0.001
+    assert config.training.steps == 2000
+    assert type(config.training.steps) is int
+    assert config.training.weight_decay == 0.01
+    assert config.model.settings["dropout"] == 0.5
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1.0e-3", "0.001", "1E-3"])
+def test_numbers_in_a_config_file_are_numbers(saved: RunConfig, tmp_path: Path, number: str) -> None:
+    path = tmp_path / "run.yaml"
+    lines = yaml.safe_dump(saved.to_dict(), sort_keys=False).splitlines()
+    changed = [f"  lr: {number}" if line.startswith("  lr:") else line for line in lines]
+    path.write_text("\n".join(changed))
+    assert read_config(path).training.lr == 0.001
+
+
+def test_small_numbers_survive_saving(tmp_path: Path) -> None:
+    config = tiny(tmp_path, "training.lr=1e-5", "training.weight_decay=1e-20", "solver.picard.divergence_limit=1e20")
+    write_config(config, tmp_path / "run.yaml")
+    assert read_config(tmp_path / "run.yaml") == config
+
+
+def test_a_text_that_looks_like_a_list_or_has_spaces(saved: RunConfig, tmp_path: Path) -> None:
+    write_config(saved, tmp_path / "run.yaml")
+    for words in ([*task_words("group"), "model=lstm"], ["task=group", "model=lstm", "task.group=A4 x Z5"]):
+        assert compose(words).task.settings["group"] == "A4 x Z5"
+    changed = read_run_config([f"config={tmp_path / 'run.yaml'}", "task.group=A4 x Z5", "evaluation.lengths=[3, 7]"])
+    assert changed.task.settings["group"] == "A4 x Z5"
+    assert changed.evaluation.lengths == [3, 7]
+
+
+def test_a_group_cannot_be_chosen_for_a_saved_config(saved: RunConfig, tmp_path: Path) -> None:
+    write_config(saved, tmp_path / "run.yaml")
+    for group in GROUPS:
+        with pytest.raises(UserError, match=f"'{group}=x' chooses a group.*{group}.<key>=<value>"):
+            read_run_config([f"config={tmp_path / 'run.yaml'}", f"{group}=x"])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a: [1", "is neither YAML nor JSON"),
+        (b"- 1\n- 2\n", "holds no config"),
+        (b"", "holds no config"),
+        (b"task: {}\n", "model is missing"),
+        (bytes(range(128, 256)), "run.yaml"),
+    ],
+)
+def test_a_file_that_is_no_config(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_run_config([f"config={path}"])
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_config_file_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read the config .*nowhere.yaml: No such file"):
+        read_run_config([f"config={tmp_path / 'nowhere.yaml'}"])
+
+
+# The saved config
+
+
+@pytest.mark.parametrize("model", choices("model"))
+def test_round_trip(model: str, tmp_path: Path) -> None:
+    config = check(tiny(tmp_path, "model.dropout=0.1", model=model)).config
+    assert RunConfig.parse(config.to_dict()) == config
+    assert RunConfig.parse(json.loads(json.dumps(config.to_dict()))) == config
+    write_config(config, tmp_path / "run.yaml")
+    assert read_config(tmp_path / "run.yaml") == config
+
+
+def test_fingerprint_is_of_what_decides_the_numbers(tmp_path: Path) -> None:
+    fingerprint = tiny(tmp_path).fingerprint()
+    for same in (["tracking=wandb"], ["results_dir=elsewhere"], ["sweep.rerun=true"]):
+        assert tiny(tmp_path, *same).fingerprint() == fingerprint
+    for other in (["seed=1"], ["training.lr=0.5"], ["evaluation.samples=9"], ["task.group=S3"], ["model.layers=2"]):
+        assert tiny(tmp_path, *other).fingerprint() != fingerprint
+
+
+def test_saved_config_runs_again_with_the_same_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fpexp = CommandLine(capsys, tmp_path)
+    first = fpexp.train("model.channel_mixer.rank=1", model="fp_mamba_h")
+    assert fpexp("train", f"config={first.path / 'config.yaml'}").code == 0
+    second = fpexp.runs()[-1]
+    assert second.id != first.id
+    assert second.config() == first.config()
+    prints = [json.loads((run.path / "environment.json").read_text())["fingerprint"] for run in (first, second)]
+    assert prints == [first.config().fingerprint()] * 2
+    for name in ("metrics", "curve"):
+        rows = [without_time(read_rows(getattr(run, name))) for run in (first, second)]
+        assert rows[0]
+        assert rows[0] == rows[1]
+
+
+BARE_MACHINE = """
+import sys
+for name in ("yaml", "hydra", "omegaconf", "wandb", "datasets", "rich"):
+    sys.modules[name] = None
+import torch
+from fpexp.cli import main
+assert main(["train", "config=run.json"]) == 0
+assert torch.get_num_threads() == 1, torch.get_num_threads()
+"""
+
+
+def test_json_config_runs_without_yaml_hydra_wandb_datasets_and_rich(tmp_path: Path) -> None:
+    """On the threads that the config asks for, during the run and after it."""
+    config = check(tiny(Path("results"), "threads=1", model="fp_mamba_h")).config
+    (tmp_path / "run.json").write_text(json.dumps(config.to_dict()))
+    answer = run_python(BARE_MACHINE, tmp_path, OMP_NUM_THREADS="2")
+    assert answer.code == 0, answer.err
+    (path,) = (tmp_path / "results/runs").iterdir()
+    assert read_config(path / "config.yaml") == config
+    assert json.loads((path / "status.json").read_text())["state"] == "finished"
+    assert len(read_rows(path / "curve.jsonl")) == 2

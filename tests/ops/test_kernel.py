@@ -1,0 +1,119 @@
+"""Kernels: pieces of work over threads, and caches that fail."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from fpexp.ops import backend
+from fpexp.ops.kernel import Kernel
+
+LARGE = 2**30
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Let things be said again, and give torch its threads back."""
+    before = torch.get_num_threads()
+    backend.say_once.cache_clear()
+    yield
+    backend.say_once.cache_clear()
+    torch.set_num_threads(before)
+
+
+def plain(cache: bool = False) -> Callable[..., Any]:
+    """A `jit` that compiles nothing."""
+    return lambda function: function
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("tasks", [1, 2, 7, 100])
+@pytest.mark.parametrize("work", [0, LARGE])
+def test_every_task_is_done_once(tasks: int, threads: int, work: int) -> None:
+    torch.set_num_threads(threads)
+    done: list[int] = []
+    kernel = Kernel(plain, lambda first, last, out: out.extend(range(first, last)))
+    kernel.run(tasks, work, done)
+    assert sorted(done) == list(range(tasks))
+
+
+def test_one_thread_is_the_caller() -> None:
+    torch.set_num_threads(1)
+    seen: list[threading.Thread] = []
+    Kernel(plain, lambda first, last: seen.append(threading.current_thread())).run(50, LARGE)
+    assert seen == [threading.current_thread()]
+
+
+def test_an_error_in_a_helper_is_raised() -> None:
+    torch.set_num_threads(2)
+    helping = threading.Event()
+
+    def fail_in_helpers(first: int, last: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            helping.set()
+            raise ArithmeticError("in a helper")
+        if first < last:
+            assert helping.wait(timeout=10)
+
+    with pytest.raises(ArithmeticError, match="in a helper"):
+        Kernel(plain, fail_in_helpers).run(8, LARGE)
+
+
+def test_no_folder_for_the_cache(caplog: pytest.LogCaptureFixture) -> None:
+    """numba's words at the time of decoration."""
+
+    def jit(cache: bool = False) -> Callable[..., Any]:
+        if cache:
+            raise RuntimeError("cannot cache function 'f': no locator available for file 'f.py'")
+        return lambda function: function
+
+    done: list[int] = []
+    for _ in range(2):
+        Kernel(jit, lambda first, last: done.append(last))(0, 3)
+    assert done == [3, 3]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "no folder that can be written" in record.getMessage()
+    assert "NUMBA_CACHE_DIR" in record.getMessage()
+
+
+def test_a_full_disk_while_the_cache_is_written(caplog: pytest.LogCaptureFixture) -> None:
+    def jit(cache: bool = False) -> Callable[..., Any]:
+        def compiled(function: Callable[..., None]) -> Callable[..., None]:
+            def call(first: int, last: int) -> None:
+                if cache:
+                    raise OSError(28, "No space left on device")
+                function(first, last)
+
+            return call
+
+        return compiled
+
+    done: list[int] = []
+    for _ in range(2):
+        kernel = Kernel(jit, lambda first, last: done.append(last))
+        kernel(0, 3)
+        kernel(0, 4)
+    assert done == [3, 4, 3, 4]
+    assert ["No space left" in record.getMessage() for record in caplog.records] == [True]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_has_threads_of_its_own() -> None:
+    """A forked process that used the parent's pool would wait for ever."""
+    torch.set_num_threads(2)
+    done: list[int] = []
+    kernel = Kernel(plain, lambda first, last: done.extend(range(first, last)))
+    kernel.run(8, LARGE)
+    child = os.fork()
+    if not child:
+        done.clear()
+        kernel.run(8, LARGE)
+        os._exit(sorted(done) != list(range(8)))
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,43 @@
+"""The picture of length curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fpexp.reporting.figures import draw_curves
+from fpexp.reporting.store import Curve
+
+
+def curve(model: str = "lstm", seed: int = 0, **row: Any) -> Curve:
+    rows = [
+        {"length": n, "token_accuracy": 1 / n, "last_token_accuracy": 0.5 / n, "sequence_accuracy": 0.0, "n": 8, **row}
+        for n in (2, 4, 8)
+    ]
+    return Curve("a4", model, seed, 4, rows)
+
+
+def draw(path: Path, *curves: Curve) -> bytes:
+    draw_curves(curves, path)
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert content.endswith(b"IEND\xaeB`\x82")
+    return content
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    curves = [curve(), curve(seed=1), curve("fp_mamba_h")]
+    first = draw(tmp_path / "a.png", *curves)
+    assert draw(tmp_path / "b.png", *curves) == first
+    assert draw(tmp_path / "c.png", curve()) != first
+
+
+def test_a_curve_without_rows_or_training_length_or_accuracy_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
+    draw(tmp_path / "a.png", Curve("copy", "lstm", 0, None, curve().rows))
+    draw(tmp_path / "b.png", Curve("a4", "lstm", 0, 4, []), curve("fp_mamba_k"))
+    draw(tmp_path / "c.png", curve(token_accuracy=None, last_token_accuracy=None))
+
+
+def test_a_picture_is_replaced(tmp_path: Path) -> None:
+    first = draw(tmp_path / "a.png", curve())
+    assert draw(tmp_path / "a.png", curve(seed=5)) != first

@@ -1,0 +1,70 @@
+"""Length policies: fixed, uniform, growing when the current length is mastered."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fpexp.errors import UserError
+from fpexp.tasks.lengths import LengthPolicy, Lengths
+from fpexp.training.randomness import generator
+
+
+def drawn(lengths: Lengths, steps: int, size: int = 8) -> list[int]:
+    return [lengths.next(size, generator(0, "train", step)) for step in range(steps)]
+
+
+def test_fixed_is_always_the_longest() -> None:
+    lengths = Lengths(LengthPolicy("fixed", 3, 16, 0.5))
+    assert drawn(lengths, 4) == [16] * 4
+    lengths.observe(1.0)
+    assert drawn(lengths, 1) == [16]
+    assert lengths.drawn == {16: 40}
+
+
+def test_uniform_has_every_length_with_both_ends_and_comes_from_the_generator() -> None:
+    before = torch.get_rng_state()
+    first, second = (drawn(Lengths(LengthPolicy("uniform", 3, 6, 0.5)), 400) for _ in range(2))
+    assert first == second
+    assert torch.equal(torch.get_rng_state(), before)
+    counts = {length: first.count(length) for length in set(first)}
+    assert counts.keys() == {3, 4, 5, 6}
+    assert min(counts.values()) > 70
+
+
+def test_uniform_does_not_depend_on_how_training_goes() -> None:
+    a, b = (Lengths(LengthPolicy("uniform", 2, 9, 0.5)) for _ in range(2))
+    a.observe(1.0)
+    assert drawn(a, 20) == drawn(b, 20)
+
+
+def test_growth_by_one_and_only_when_mastered() -> None:
+    lengths = Lengths(LengthPolicy("grow", 2, 4, 0.75))
+    for accuracy, expected in ((0.0, 2), (0.7499, 2), (0.75, 3), (0.5, 3), (1.0, 4), (1.0, 4), (0.0, 4)):
+        lengths.observe(accuracy)
+        assert drawn(lengths, 1) == [expected]
+    assert lengths.drawn == {2: 16, 3: 16, 4: 24}
+
+
+@pytest.mark.parametrize("policy", ["fixed", "uniform", "grow"])
+def test_state_comes_back_through_json(policy: str) -> None:
+    a = Lengths(LengthPolicy(policy, 2, 12, 0.5))  # type: ignore[arg-type]
+    for step in range(5):
+        a.next(4, generator(1, "train", step))
+        a.observe(step / 5)
+    b = Lengths(a.policy)
+    b.load_state_dict(json.loads(json.dumps(a.state_dict())))
+    assert (b.current, b.drawn) == (a.current, a.drawn)
+    for step in range(5, 10):
+        assert a.next(4, generator(1, "train", step)) == b.next(4, generator(1, "train", step))
+        a.observe(0.6)
+        b.observe(0.6)
+    assert b.state_dict() == a.state_dict()
+
+
+def test_a_minimum_above_the_maximum_is_refused() -> None:
+    LengthPolicy("grow", 4, 4, 0.5)
+    with pytest.raises(UserError, match=r"task.lengths.min=5 is more than task.lengths.max=4"):
+        LengthPolicy("grow", 5, 4, 0.5)
