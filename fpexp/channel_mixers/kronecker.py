@@ -14,6 +14,9 @@ from fpexp.errors import UserError
 from fpexp.ops.fixed_point_sweep import MixerForm
 from fpexp.ranges import Count, Range
 
+TINY = 1e-15
+"""Least norm in the power iteration: an eigenvector has no scale, so any epsilon that counts would be wrong."""
+
 
 class Kronecker(ChannelMixer):
     """Q = I - a_max (K1 (x) K2), with K_n = diag(sigmoid(.)) normalise(U U^T), U upper triangular, silu(.) (app. C.3).
@@ -74,9 +77,9 @@ class Kronecker(ChannelMixer):
         """Power iteration from the column of the largest diagonal entry, which the top eigenvector overlaps."""
         column = gram.diagonal(dim1=-2, dim2=-1).argmax(-1)
         index = column[..., None, None].expand(*gram.shape[:-1], 1)
-        v = l2norm(gram.gather(-1, index).squeeze(-1))
+        v = functional.normalize(gram.gather(-1, index).squeeze(-1), dim=-1, eps=TINY)
         for _ in range(self.power_iterations):
-            v = l2norm((gram * v.unsqueeze(-2)).sum(-1))
+            v = functional.normalize((gram * v.unsqueeze(-2)).sum(-1), dim=-1, eps=TINY)
         return (v * (gram * v.unsqueeze(-2)).sum(-1)).sum(-1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +78,7 @@ class SolveStatistics:
         self.iterations_max = max(self.iterations_max, int(solve.iterations.max()))
         self.converged += int((solve.status == Status.CONVERGED).sum())
         self.cap_hits += int((solve.status == Status.CAP_REACHED).sum())
-        self.residual_max = max(self.residual_max, float(solve.residual.max()))
+        self.residual_max = _worst([self.residual_max, float(solve.residual.max())])
 
     def summary(self) -> dict[str, Any]:
         """Return means and extremes over the sequences."""
@@ -113,9 +114,14 @@ class LayerStatistics:
             "iterations_max": max(row["iterations_max"] for row in rows),
             "fraction_converged": min(row["fraction_converged"] for row in rows),
             "cap_hits": sum(row["cap_hits"] for row in rows),
-            "residual_max": max(row["residual_max"] for row in rows),
+            "residual_max": _worst([row["residual_max"] for row in rows]),
             "layers": rows,
         }
+
+
+def _worst(residuals: Sequence[float]) -> float:
+    """Return the largest, NaN if any is: a NaN compares with nothing and would be lost in `max`."""
+    return math.nan if any(map(math.isnan, residuals)) else max(residuals)
 
 
 def _ratio(part: float, whole: int) -> float | None:

@@ -12,7 +12,7 @@ import torch
 from fpexp.ops.backend import say_once
 
 _LEAST_WORK = 2**19
-"""Inner steps (each some 0.3 to 1 ns) for which a thread is worth waking: 0.05 to 0.1 ms."""
+"""Inner steps for which a thread is worth waking: 0.1 ms of the selective scan forward, 0.25 ms backward."""
 
 _PIECES = 4
 """Pieces of work a thread, so that a core that is busy with something else does not hold up the rest."""

@@ -67,12 +67,6 @@ dropout: 0.0
 
 
 @pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
-    monkeypatch.chdir(tmp_path)
-    return CommandLine(capsys, tmp_path)
-
-
-@pytest.fixture
 def outside(cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The words that choose a model whose file and yaml are not ours."""
     (tmp_path / "outside_trap.py").write_text(TRAP)
@@ -234,6 +228,19 @@ def test_a_sweep_goes_on_with_an_interrupted_run(cli: CommandLine) -> None:
 
 
 # Ctrl-C
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_a_job_stops_the_sweep(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
+) -> None:
+    monkeypatch.setattr("fpexp.commands.train.trackers", lambda config: Recorder(at_step=stop_at(2, signum)))
+    answer = cli("train", "-m", "task=a4", "model=lstm", "seed=0,1", *TINY)
+    assert answer.code == 128 + signum
+    assert "0 of 2 jobs are done" in answer.out
+    (sweep,) = sweeps()
+    assert {number: job["state"] for number, job in jobs(sweep).items()} == {0: "interrupted"}
+    assert [run.status()["state"] for run in cli.runs()] == ["interrupted"]
 
 
 def test_a_signal_while_the_picture_is_drawn_stops_the_sweep(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:

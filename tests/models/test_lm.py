@@ -157,10 +157,11 @@ def hardened(model: LanguageModel) -> LanguageModel:
     return model
 
 
-@pytest.mark.parametrize("words", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("name", ["k", "lstm"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_every_length_gives_finite_values_and_gradients(words: list[str], length: int) -> None:
+def test_every_length_gives_finite_values_and_gradients(name: str, length: int) -> None:
     """CASES.md 7 for the whole model, with the short convolution; the layer's values are compared in test_fp_mamba."""
+    words = MODELS[name]
     overrides = [] if words == MODELS["lstm"] else ["model.conv_width=4", "solver.inner_max_iterations=3"]
     model = tiny(*words, *overrides, "model.d_model=4").model
     logits = model(tokens(2, length), Cap(3)).logits

@@ -151,6 +151,17 @@ def test_no_state_and_inputs_without_gradient() -> None:
     assert torch.equal(without, y)
 
 
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (2, 0)])
+def test_nothing_to_do(batch: int, length: int) -> None:
+    """No sequences, or no tokens: the state passes through."""
+    arguments = inputs(length, batch=batch)
+    y, H, *gradients = results(arguments, incoming(arguments))
+    assert y.shape == (batch, length, 24)
+    assert torch.equal(H, arguments[6])
+    assert not any(gradient.any() for gradient in gradients[:6])
+    assert torch.equal(gradients[6], incoming(arguments)[1])
+
+
 @DTYPES
 @pytest.mark.parametrize("parts", [[64, 66], [1, 129], [129, 1], [1] * 130], ids=["64+66", "1+129", "129+1", "1 each"])
 def test_carrying_the_state(parts: list[int], dtype: torch.dtype) -> None:

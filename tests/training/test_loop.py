@@ -35,7 +35,7 @@ from fpexp.errors import FpexpError, Interrupted, UserError
 from fpexp.fixed_point import Cap, Status
 from fpexp.run_folder import RunFolder, read_rows
 from fpexp.tasks import IGNORE, Batch
-from fpexp.training import checkpoint
+from fpexp.training import checkpoint, loop
 from fpexp.training.interruption import Interruption
 from fpexp.training.randomness import generator
 from fpexp.training.run import resume_run, start_run
@@ -216,6 +216,17 @@ def test_early_stop_is_remembered(tmp_path: Path) -> None:
     trainer, _ = train_tiny(tmp_path, *words)
     again = sit(trainer.run, build(trainer.experiment.config), Recorder(), resume=True)
     assert again.progress.step == 4
+
+
+def test_best_checkpoint_is_kept_beside_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accuracies = iter([0.1, 0.9, 0.3, 0.9])
+    real = loop.evaluate_length
+    monkeypatch.setattr(loop, "evaluate_length", lambda *given: {**real(*given), "sequence_accuracy": next(accuracies)})
+    words = ["training.steps=8", "training.evaluate_every=2", "training.checkpoint_every=3"]
+    trainer, _ = train_tiny(tmp_path, *words, "training.keep_checkpoints=1")
+    assert checkpoint.best_step(trainer.run.checkpoints) == 4
+    kept = sorted(path.name for path in trainer.run.checkpoints.glob("step_*"))
+    assert kept == ["step_00000004.safetensors", "step_00000008.safetensors"]
 
 
 # CASES 31
@@ -524,6 +535,21 @@ def test_first_signal_is_remembered_and_the_second_has_its_usual_effect() -> Non
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_ctrl_c_ends_at_once_and_says_interrupted(tmp_path: Path) -> None:
+    def twice(step: int) -> None:
+        if step == 3:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    tracker = Recorder(at_step=twice)
+    with pytest.raises(KeyboardInterrupt):
+        start_run(tiny(tmp_path, "training.checkpoint_every=2"), tracker)
+    assert tracker.run.status()["state"] == "interrupted"
+    resume_run(tracker.run, tracker.run.config(), Recorder())
+    assert tracker.run.status()["state"] == "finished"
+    assert_steps_stand_once(tracker.run)
 
 
 def test_a_finished_run_is_not_resumed(tmp_path: Path) -> None:

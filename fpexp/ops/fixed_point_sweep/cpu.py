@@ -11,21 +11,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import prange
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
 from torch.nn import functional
 
-from fpexp.ops.cpu_math import exponential, follow_torch_threads, helper, kernel
 from fpexp.ops.fixed_point_sweep import MixerForm, SweepResult, SweepSettings, SweepTerms
+from fpexp.ops.kernel import Kernel
 
 _KINDS = {"householder": 0, "dplr": 1, "kronecker": 2}
 _CONVERGED, _CAP_REACHED, _DIVERGED, _NON_FINITE = 0, 1, 2, 3
 _EPSILON = 1e-6
+_TINY = 1e-15
+_STEPS_OF_AN_ITERATION = 64  # inner steps a channel that solving takes beside decaying the state: a rough mean
 
 
 @torch.no_grad()
 def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepResult:
     """Solve all tokens in order. float32 and float64; other types are computed in float32."""
-    follow_torch_threads()
     dtype = terms.x.dtype if terms.x.dtype == torch.float64 else torch.float32
     batch, length, width = terms.x.shape
     parts = [terms.coefficients, terms.b, terms.c, terms.delta] + ([] if terms.z is None else [terms.z])
@@ -44,6 +47,7 @@ def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepR
     status = torch.empty(length, batch, dtype=torch.long)
     delta_start = sum(sizes[:3])
     s = terms.y[:, 0].to(dtype)
+    work = batch * width * (A.shape[1] + _STEPS_OF_AN_ITERATION)
     for t in range(length):
         p = x_parts[t]
         if copies:
@@ -53,7 +57,9 @@ def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepR
         p[:, delta_start : delta_start + width] = functional.softplus(p[:, delta_start : delta_start + width])
         if terms.z is not None:
             functional.silu(p[:, delta_start + width :], inplace=True)
-        _solve_tokens(
+        _solve.run(
+            batch,
+            work,
             _KINDS[form.kind],
             form.sizes[0],
             form.sizes[1],
@@ -115,7 +121,57 @@ def _norm_arrays(terms: SweepTerms, width: int, dtype: torch.dtype) -> tuple[Any
     return weight.to(dtype).contiguous().numpy(), bias.to(dtype).contiguous().numpy(), epsilon
 
 
-@helper
+_FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
+"""Sums may be reordered; NaN and infinity keep their meaning."""
+
+
+def _helper(function: Any) -> Any:
+    """Compile a function that kernels call; its code is part of theirs, and of their cache."""
+    return njit(fastmath=_FASTMATH)(function)
+
+
+@intrinsic
+def _float_from_bits(typing_context, bits):
+    def code(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), code
+
+
+def _exp(x):
+    """e^x. In float32 by range reduction and a polynomial (Cephes), within 2 ulp, which LLVM turns into SIMD code."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_exp)
+def _exp_of_type(x):
+    if x == types.float64:
+        return lambda x: math.exp(x)
+    if x == types.float32:
+        return lambda x: _exp_float32(x)
+    return None
+
+
+@_helper
+def _exp_float32(x):
+    clamped = min(max(x, np.float32(-87.3)), np.float32(88.0))
+    k = np.floor(clamped * np.float32(1.44269504) + np.float32(0.5))
+    r = clamped - k * np.float32(0.693359375)
+    r = r + k * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1)
+    value = p * _float_from_bits((np.int32(k) + np.int32(127)) << np.int32(23))  # type: ignore[call-arg]
+    value = np.float32(0) if x < np.float32(-87.3) else value
+    value = np.float32(np.inf) if x > np.float32(88.0) else value
+    return value if x == x else x
+
+
+@_helper
 def _low_rank_factors(p, rank, width, a_max, u, a):
     """u_i = l2norm(silu(.)), a_i = a_max sigmoid(.)"""
     one = p.dtype.type(1)
@@ -123,16 +179,16 @@ def _low_rank_factors(p, rank, width, a_max, u, a):
         total = p.dtype.type(0)
         for j in range(width):
             v = p[i * width + j]
-            v = v / (one + exponential(-v))
+            v = v / (one + _exp(-v))
             u[i, j] = v
             total += v * v
         scale = one / np.sqrt(total + p.dtype.type(_EPSILON))
         for j in range(width):
             u[i, j] *= scale
-        a[i] = a_max / (one + exponential(-p[rank * width + i]))
+        a[i] = a_max / (one + _exp(-p[rank * width + i]))
 
 
-@helper
+@_helper
 def _kronecker_factor(p, offset, n, rows, power_iterations, factor):
     """factor = diag(sigmoid(.)) normalise(U U^T), U upper triangular from silu(.); returns the offset after it."""
     one, zero, epsilon = p.dtype.type(1), p.dtype.type(0), p.dtype.type(_EPSILON)
@@ -141,7 +197,7 @@ def _kronecker_factor(p, offset, n, rows, power_iterations, factor):
     for i in range(n):
         for j in range(i, n):
             v = p[entry]
-            upper[i, j] = v / (one + exponential(-v))
+            upper[i, j] = v / (one + _exp(-v))
             entry += 1
     for i in range(n):
         for j in range(i + 1):
@@ -158,13 +214,13 @@ def _kronecker_factor(p, offset, n, rows, power_iterations, factor):
             for j in range(n):
                 total += factor[i, j] * factor[i, j]
             scale = one / np.sqrt(total)
-        weight = scale / (one + exponential(-p[offset + i]))
+        weight = scale / (one + _exp(-p[offset + i]))
         for j in range(n):
             factor[i, j] *= weight
     return entry
 
 
-@helper
+@_helper
 def _largest_eigenvalue(gram, n, iterations):
     """Power iteration from the column of the largest diagonal entry."""
     start = 0
@@ -173,11 +229,11 @@ def _largest_eigenvalue(gram, n, iterations):
             start = i
     v = gram[start].copy()
     product = np.empty_like(v)
-    _l2normalise(v)
+    _normalise(v)
     for _ in range(iterations):
         _symmetric_product(gram, v, product, n)
         v[:] = product
-        _l2normalise(v)
+        _normalise(v)
     _symmetric_product(gram, v, product, n)
     total = gram.dtype.type(0)
     for i in range(n):
@@ -185,7 +241,7 @@ def _largest_eigenvalue(gram, n, iterations):
     return total
 
 
-@helper
+@_helper
 def _symmetric_product(gram, v, product, n):
     product[:] = gram.dtype.type(0)
     for i in range(n):
@@ -193,7 +249,18 @@ def _symmetric_product(gram, v, product, n):
             product[j] += gram[i, j] * v[i]
 
 
-@helper
+@_helper
+def _normalise(v):
+    """v / |v|, whatever its scale."""
+    total = v.dtype.type(0)
+    for i in range(v.shape[0]):
+        total += v[i] * v[i]
+    scale = v.dtype.type(1) / max(np.sqrt(total), v.dtype.type(_TINY))
+    for i in range(v.shape[0]):
+        v[i] *= scale
+
+
+@_helper
 def _l2normalise(v):
     total = v.dtype.type(_EPSILON)
     for i in range(v.shape[0]):
@@ -203,7 +270,7 @@ def _l2normalise(v):
         v[i] *= scale
 
 
-@helper
+@_helper
 def _mix(kind, u, a, k1, k2t, a_max, v, scratch):
     """v <- Q v, in place."""
     zero = v.dtype.type(0)
@@ -240,19 +307,19 @@ def _mix(kind, u, a, k1, k2t, a_max, v, scratch):
                     v[i * d2 + j] -= weight * k2t[k, j]
 
 
-@kernel
 def _solve_tokens(
+    first, last,
     kind, size1, size2, a_max_, rows, power_iterations, p, x, gated, A, D, H, normed, norm_weight, norm_bias,
     norm_epsilon, mask, tolerance, relative, cap, damping, damping_decay, patience, limit, value, iterations,
     residual, status,
 ):  # fmt: skip
-    batch, width = x.shape
+    width = x.shape[1]
     N = A.shape[1]
     real = x.dtype.type
     one, zero, epsilon = real(1), real(0), real(_EPSILON)
     a_max = real(a_max_)
     coefficients = p.shape[1] - 2 * N - width - (width if gated else 0)
-    for sequence in prange(batch):
+    for sequence in range(first, last):
         if not mask[sequence]:
             value[sequence] = zero
             iterations[sequence], residual[sequence], status[sequence] = 1, zero, _CONVERGED
@@ -285,7 +352,7 @@ def _solve_tokens(
         for j in range(width):
             total = zero
             for n in range(N):
-                h = state[j, n] * exponential(delta[j] * A[j, n])
+                h = state[j, n] * _exp(delta[j] * A[j, n])
                 state[j, n] = h
                 total += h * c[n]
             base[j] = total
@@ -345,3 +412,6 @@ def _solve_tokens(
             write = delta[j] * mixed[j]
             for n in range(N):
                 state[j, n] += write * b[n]
+
+
+_solve = Kernel(njit, _solve_tokens, fastmath=_FASTMATH, nogil=True)
