@@ -16,8 +16,8 @@ from fpexp.config.schema import Component
 from fpexp.errors import UserError
 from fpexp.fixed_point import Auto, Schedule, Solver
 from fpexp.models import LanguageModel
+from fpexp.randomness import seeded
 from fpexp.tasks import Task
-from fpexp.training.randomness import seeded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.float32, "float64": torch.float64}
 """Type of the weights at each precision: bfloat16 is autocast over float32 weights."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
-import socket
+import shlex
 import subprocess
-import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,24 @@ import torch
 
 import fpexp
 from fpexp.config.run import RunConfig
+from fpexp.ops import OPS
+from fpexp.ops.backend import choose
 
 PACKAGES = ("torch", "triton", "numba", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
 
 
-def describe(config: RunConfig, parameters: int) -> dict[str, Any]:
-    """Return what environment.json holds."""
+def describe(config: RunConfig, parameters: int, words: Sequence[str]) -> dict[str, Any]:
+    """Return what environment.json says of one sitting; `words` are the arguments of `fpexp train`."""
     return {
         "fpexp": fpexp.__version__,
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "commit": _commit(),
-        "command": sys.argv,
-        "host": socket.gethostname(),
+        "command": shlex.join(["fpexp", "train", *words]),
         "platform": platform.platform(),
         "device": _device_name(config.device),
         "cpus": os.cpu_count(),
+        "backends": {op: choose(op, torch.device(config.device)) for op in OPS},
         "threads": torch.get_num_threads(),
         "seed": config.seed,
         "parameters": parameters,

@@ -83,6 +83,12 @@ class RunFolder:
             status["state"] = "lost"
         return status
 
+    def add_sitting(self, description: Row) -> None:
+        """Add to environment.json what one sitting, from the start or a resumption, was made with."""
+        path = self.path / "environment.json"
+        sittings = json.loads(path.read_text())["sittings"] if path.exists() else []
+        write_json(path, {"sittings": [*sittings, {"time": _now(), **description}]})
+
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run for this process; a `UserError` when another one has it."""

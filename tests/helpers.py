@@ -104,6 +104,7 @@ def make_layer(
             gate=gate,
             norm=norm,
             norm_epsilon=1e-6,
+            delta_range=(1e-3, 1e-1),
             weight_norm=weight_norm,
         ).double()
         with torch.no_grad():

@@ -12,10 +12,10 @@ import fpexp
 from fpexp.build import build
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap
+from fpexp.randomness import generator
+from fpexp.run import start_run
 from fpexp.training import checkpoint
 from fpexp.training.loop import Trainer
-from fpexp.training.randomness import generator
-from fpexp.training.run import start_run
 
 
 @pytest.mark.parametrize("model", ["lstm", "fp_mamba_h", "fp_mamba_k"])

@@ -31,8 +31,8 @@ def run(arguments: list[str]) -> int:
         raise UserError("lengths=[] is empty; name at least one, such as lengths=[16]")
 
     from fpexp.loading import load_run
+    from fpexp.machine import is_out_of_memory
     from fpexp.tracking.console import print_curve, warn
-    from fpexp.training.machine import is_out_of_memory
 
     loaded = load_run(
         options["run"],

@@ -69,7 +69,7 @@ def run_job(hydra_config: Any) -> None:
             record |= {"state": "not started", "reason": "an earlier job failed and sweep.fail_fast=true"}
         else:
             print(f"\njob {context.job.num}: {' '.join(record['overrides'])}", flush=True)
-            state, run_folder = _train(config)
+            state, run_folder = _train(config, record["overrides"])
             record |= {"state": state, "run": run_folder.id}
     except (Interrupted, KeyboardInterrupt) as error:
         signum = error.signum if isinstance(error, Interrupted) else 2
@@ -83,11 +83,11 @@ def run_job(hydra_config: Any) -> None:
         raise _SweepInterrupted(signum)
 
 
-def _train(config: RunConfig) -> tuple[str, RunFolder]:
+def _train(config: RunConfig, words: list[str]) -> tuple[str, RunFolder]:
     """Run a job, or go on with it, or find that it is done: a job is known by its settled config."""
     from fpexp.build import settle
     from fpexp.commands.train import trackers
-    from fpexp.training.run import resume_run, start_run
+    from fpexp.run import resume_run, start_run
 
     earlier = [] if config.sweep.rerun else _runs_of(settle(config)[0])
     for run_folder in earlier:
@@ -96,8 +96,8 @@ def _train(config: RunConfig) -> tuple[str, RunFolder]:
             return "done before", run_folder
     for run_folder in earlier:
         if run_folder.status()["state"] in ("interrupted", "lost"):
-            return "finished", resume_run(run_folder, run_folder.config(), trackers(config))
-    return "finished", start_run(config, trackers(config))
+            return "finished", resume_run(run_folder, run_folder.config(), trackers(config), words)
+    return "finished", start_run(config, trackers(config), words)
 
 
 def _runs_of(config: RunConfig) -> list[RunFolder]:
@@ -107,8 +107,8 @@ def _runs_of(config: RunConfig) -> list[RunFolder]:
 
 def _fingerprint(folder: RunFolder) -> str | None:
     try:
-        recorded: str = json.loads((folder.path / "environment.json").read_text())["fingerprint"]
-    except (OSError, ValueError, KeyError):
+        recorded: str = json.loads((folder.path / "environment.json").read_text())["sittings"][0]["fingerprint"]
+    except (OSError, ValueError, KeyError, IndexError):
         return None
     return recorded
 

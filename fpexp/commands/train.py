@@ -24,10 +24,10 @@ def run(arguments: list[str]) -> int:
     resume, words = take(words, "resume")
     if resume is not None:
         return _resume(resume, words)
-    from fpexp.training.run import start_run
+    from fpexp.run import start_run
 
     config = read_run_config(words)
-    _show_where(start_run(config, trackers(config)))
+    _show_where(start_run(config, trackers(config), arguments))
     return 0
 
 
@@ -57,7 +57,7 @@ def trackers(config: RunConfig) -> Tracker:
 
 def _resume(run_id: str, words: list[str]) -> int:
     from fpexp.config.override import override
-    from fpexp.training.run import resume_run
+    from fpexp.run import resume_run
 
     results_dir, words = take(words, "results_dir")
     folder = RunFolder.find(run_id, results_dir or "results")
@@ -69,7 +69,7 @@ def _resume(run_id: str, words: list[str]) -> int:
                 f"config: fpexp train config={folder.path / 'config.yaml'} {word}"
             )
     config = override(folder.config(), words)
-    _show_where(resume_run(folder, config, trackers(config)))
+    _show_where(resume_run(folder, config, trackers(config), [f"resume={folder.id}", *words]))
     return 0
 
 

@@ -9,10 +9,10 @@ import torch
 
 from fpexp.build import Experiment
 from fpexp.evaluation.metrics import Accuracy, LayerStatistics
+from fpexp.machine import autocast
 from fpexp.models import ModelOutput
-from fpexp.tasks import Batch
-from fpexp.training.machine import autocast
-from fpexp.training.randomness import generator
+from fpexp.randomness import generator
+from fpexp.tasks import Batch, Task
 
 Check = Callable[[], None]
 """Called between batches; raises to interrupt."""
@@ -45,9 +45,10 @@ def length_curve(
     else:
         rows = (evaluate_length(experiment, n, samples, "test", check, index=n) for n in lengths)
     for row in rows:
-        count = drawn.get(row["length"], 0)
+        count = _holding(experiment.task, drawn, row["length"])
         yield {
             **row,
+            "chance": experiment.task.chance,
             "decoding": experiment.task.decoding,
             "seen_in_training": count > 0,
             "expected_overlap": experiment.task.expected_overlap(row["length"], count),
@@ -63,6 +64,11 @@ def _prefix_rows(experiment: Experiment, lengths: Sequence[int], samples: int, c
             accuracy.add(output.logits[:, :tokens], batch.targets[:, :tokens])
             statistics.add([solve.prefix(tokens) for solve in output.solves])
     return [{"length": length, **a.summary(), **s.summary()} for length, (a, s) in sums.items()]
+
+
+def _holding(task: Task, drawn: dict[int, int], length: int) -> int:
+    """Return how many training sequences hold a sample of `length`: longer ones too, where prefixes are samples."""
+    return sum(n for other, n in drawn.items() if other == length or (task.prefixes_are_samples and other > length))
 
 
 def _forward(

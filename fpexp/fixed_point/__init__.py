@@ -5,7 +5,8 @@ from fpexp.fixed_point.gradient import one_step
 from fpexp.fixed_point.picard import Picard
 from fpexp.fixed_point.schedule import Converge, Fixed, Gamma, Schedule
 from fpexp.fixed_point.sequential import Sequential
-from fpexp.fixed_point.types import Cap, Problem, Solver, SolveResult, Status, TokenwiseProblem
+from fpexp.fixed_point.types import Cap, Problem, Solver, SolveResult, TokenwiseProblem
+from fpexp.status import Status
 
 __all__ = [
     "Auto",

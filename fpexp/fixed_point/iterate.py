@@ -8,7 +8,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from fpexp.fixed_point.types import Cap, Problem, SolveResult, Status
+from fpexp.fixed_point.types import Cap, Problem, SolveResult
+from fpexp.status import Status
 
 EPSILON = 1e-6
 
@@ -64,7 +65,7 @@ def iterate(problem: Problem, method: Method, cap: Cap, stopping: Stopping) -> S
         residual = stopping.residual(f_y, y, problem.mask)
         status = _status(residual, f_y, problem.mask, stopping)
         record.update(y, residual, status, iteration)
-        ended = status != Status.CAP_REACHED
+        ended = status != Status.UNCONVERGED
         if stopping.together:
             bad = status >= Status.DIVERGED
             enough = (~ended).sum() <= stopping.outlier_quantile * len(ended)
@@ -81,7 +82,7 @@ def iterate(problem: Problem, method: Method, cap: Cap, stopping: Stopping) -> S
                 method.select(keep)
         if iteration < cap.max_iterations:
             y = method.advance(y, f_y, residual)
-    return record.result()
+    return record.result(cap)
 
 
 def _status(residual: Tensor, f_y: Tensor, mask: Tensor | None, stopping: Stopping) -> Tensor:
@@ -89,7 +90,7 @@ def _status(residual: Tensor, f_y: Tensor, mask: Tensor | None, stopping: Stoppi
     if mask is not None:
         size = size.masked_fill(~mask, 0.0)
     largest = size.amax(-1)
-    status = torch.full_like(residual, Status.CAP_REACHED, dtype=torch.long)
+    status = torch.full_like(residual, Status.UNCONVERGED, dtype=torch.long)
     status[residual <= stopping.tolerance] = Status.CONVERGED
     status[largest > stopping.divergence_limit] = Status.DIVERGED
     status[~(residual.isfinite() & largest.isfinite())] = Status.NON_FINITE
@@ -104,7 +105,7 @@ class _Record:
         self.rows: Tensor | None = None
         self.value = y
         self.residual = torch.full((batch,), float("inf"), dtype=y.dtype, device=y.device)
-        self.status = torch.full((batch,), Status.CAP_REACHED, dtype=torch.long, device=y.device)
+        self.status = torch.full((batch,), Status.UNCONVERGED, dtype=torch.long, device=y.device)
         self.iterations = torch.zeros(batch, dtype=torch.long, device=y.device)
 
     def update(self, y: Tensor, residual: Tensor, status: Tensor, iteration: int) -> None:
@@ -123,5 +124,7 @@ class _Record:
         else:
             self.rows = self.rows[keep]
 
-    def result(self) -> SolveResult:
-        return SolveResult(self.value, self.iterations, self.residual, self.status)
+    def result(self, cap: Cap) -> SolveResult:
+        capped = (self.status == Status.UNCONVERGED) & (self.iterations == cap.max_iterations)
+        status = self.status.masked_fill(capped, Status.CAP_REACHED)
+        return SolveResult(self.value, self.iterations, self.residual, status)

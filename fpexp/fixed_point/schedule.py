@@ -44,12 +44,12 @@ class Converge:
 
 
 class Fixed:
-    """The same number of iterations at every training step; with `stop_early` the tolerance may undercut it."""
+    """The same cap at every training step; without `stop_early` exactly that many iterations are made."""
 
     caps_training = True
 
     def __init__(
-        self, *, max_iterations: Count, stop_early: bool = False, evaluation_max_iterations: Count = 1000
+        self, *, max_iterations: Count, stop_early: bool = True, evaluation_max_iterations: Count = 1000
     ) -> None:
         self.max_iterations, self.stop_early = max_iterations, stop_early
         self.evaluation_max_iterations = evaluation_max_iterations
@@ -82,7 +82,9 @@ class Gamma:
     def training_cap(self, length: int, generator: torch.Generator) -> Cap:
         """Draw the cap of one step."""
         shape = torch.tensor([self.shape], dtype=torch.float64)
-        draw = torch._standard_gamma(shape, generator=generator).item()
+        draw = torch._standard_gamma(  # the public samplers take no generator
+            shape, generator=generator
+        ).item()
         mean = self.mean + self.mean_per_token * length
         return Cap(max(1, math.ceil(draw * mean / self.shape)))
 

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
 from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings
-
-
-class Status(IntEnum):
-    """How the solve of one sequence ended."""
-
-    CONVERGED = 0
-    CAP_REACHED = 1
-    DIVERGED = 2
-    NON_FINITE = 3
 
 
 @dataclass(frozen=True)

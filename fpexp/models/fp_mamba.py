@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from fpexp.channel_mixers.base import ChannelMixer, l2norm
+from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, Solver, SolveResult, one_step
 from fpexp.models.lm import LanguageModel, ResidualBlock, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
@@ -23,8 +24,6 @@ from fpexp.ranges import Count, CountOrZero, Positive, Probability
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-DELTA_RANGE = (1e-3, 1e-1)  # Delta at initialisation, log-uniform, as in Mamba
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,7 @@ class FPMambaLayer(SequenceLayer):
         gate: str,
         norm: str,
         norm_epsilon: float,
+        delta_range: tuple[float, float],
         weight_norm: bool,
     ) -> None:
         super().__init__()
@@ -115,19 +115,19 @@ class FPMambaLayer(SequenceLayer):
         self.D = nn.Parameter(torch.ones(width))
         self.norm = nn.LayerNorm(width, eps=norm_epsilon) if norm == "layer_norm" else None
         self.out_projection = nn.Linear(width, d_model, bias=False)
-        self._initialise()
+        self._initialise(delta_range)
         if weight_norm:
             parametrizations.weight_norm(self.x_projection)
             if self.s_weight.numel():
                 parametrizations.weight_norm(self, "s_weight")
 
-    def _initialise(self) -> None:
-        """x and s enter like the halves of one linear layer's input; W_dt and b_dt as in Mamba."""
+    def _initialise(self, delta_range: tuple[float, float]) -> None:
+        """x and s enter like the halves of one linear layer's input; W_dt as in Mamba, Delta log-uniform."""
         bound = 1 / math.sqrt(2 * self.width)
         for weight in (self.x_projection.weight, self.s_weight):
             nn.init.uniform_(weight, -bound, bound)
         nn.init.uniform_(self.dt_projection.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
-        low, high = (math.log(value) for value in DELTA_RANGE)
+        low, high = (math.log(value) for value in delta_range)
         delta = torch.empty(self.width).uniform_(low, high).exp()
         with torch.no_grad():
             self.dt_projection.bias.copy_(delta + torch.log(-torch.expm1(-delta)))  # the inverse of softplus
@@ -288,7 +288,7 @@ class FPMambaProblem:
             delta=functional.softplus(delta.to(dtype)),
             b=l2norm(b.to(dtype)),
             c=l2norm(c.to(dtype)),
-            gate=functional.silu(z) if self.layer.gate_inside else None,
+            gate=functional.silu(z.to(dtype)) if self.layer.gate_inside else None,
         )
 
     def mix(self, terms: Terms, y: Tensor) -> Tensor:
@@ -390,12 +390,17 @@ def fp_mamba(
     norm_epsilon: Positive,
     gate: Literal["outside", "inside"],
     dependence: Dependence,
+    delta_range: tuple[Positive, Positive],
     gradient: Literal["one_step"],
     weight_norm: bool,
     dropout: Probability,
 ) -> LanguageModel:
     """Return an FP-Mamba language model; `channel_mixer` builds a mixer for the inner width expand * d_model."""
     width = round(expand * d_model)
+    if width < 1:
+        raise UserError(f"model.expand={expand:g} times model.d_model={d_model} is an inner width of 0; raise one")
+    if delta_range[0] > delta_range[1]:
+        raise UserError(f"model.delta_range={list(delta_range)} must ascend")
     arguments: dict[str, Any] = {
         "state_size": state_size,
         "dt_rank": dt_rank or math.ceil(d_model / 16),
@@ -405,6 +410,7 @@ def fp_mamba(
         "gate": gate,
         "norm": norm,
         "norm_epsilon": norm_epsilon,
+        "delta_range": delta_range,
         "weight_norm": weight_norm,
     }
     blocks: list[SequenceLayer] = [

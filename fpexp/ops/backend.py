@@ -60,11 +60,6 @@ def available(op: str) -> tuple[str, ...]:
     return (*fused, "reference")
 
 
-def cpu_available() -> bool:
-    """Tell whether numba, and with it the `cpu` backends, can be used."""
-    return choose("fixed_point_sweep", torch.device("cpu")) == "cpu"
-
-
 def _fastest(op: str, device: torch.device, existing: tuple[str, ...]) -> str:
     fused = _FUSED.get(device.type)
     if fused not in existing:

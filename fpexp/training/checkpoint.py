@@ -36,8 +36,12 @@ class Checkpoint:
 
     def load_model(self, model: nn.Module) -> None:
         """Load the weights; a `UserError` names the keys that do not fit. Loads what a compiled model saved, too."""
-        ours = model.state_dict()
-        saved = {name.replace(_COMPILED_PREFIX, ""): tensor for name, tensor in self._part("model.").items()}
+        self.check_fits(model)
+        model.load_state_dict(self._weights())
+
+    def check_fits(self, model: nn.Module) -> None:
+        """Raise a `UserError` that names the keys which are missing, unexpected or of another shape."""
+        ours, saved = model.state_dict(), self._weights()
         missing, surplus = sorted(ours.keys() - saved.keys()), sorted(saved.keys() - ours.keys())
         shapes = [
             f"{name} {tuple(saved[name].shape)} is not {tuple(ours[name].shape)}"
@@ -48,7 +52,6 @@ class Checkpoint:
         if problems:
             shown = ", ".join(problems[:4]) + (f" and {len(problems) - 4} more" if len(problems) > 4 else "")
             raise UserError(f"{self.path} is of another model: {shown}")
-        model.load_state_dict(saved)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Load the moments; groups and learning rate are the config's."""
@@ -64,6 +67,9 @@ class Checkpoint:
         for name, state in self._part("random.cuda.").items():
             if int(name) < torch.cuda.device_count():
                 torch.cuda.set_rng_state(state, int(name))
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name.replace(_COMPILED_PREFIX, ""): tensor for name, tensor in self._part("model.").items()}
 
     def _part(self, prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}

@@ -13,15 +13,15 @@ from fpexp.build import Experiment
 from fpexp.errors import FpexpError, Interrupted
 from fpexp.evaluation.length_curve import evaluate_length
 from fpexp.evaluation.metrics import Accuracy, LayerStatistics, summed_loss
+from fpexp.machine import autocast
+from fpexp.randomness import derive_seed, generator
 from fpexp.run_folder import RunFolder
 from fpexp.tasks import Batch
 from fpexp.tasks.lengths import Lengths
 from fpexp.tracking.tracker import Tracker
 from fpexp.training import checkpoint
 from fpexp.training.interruption import Interruption
-from fpexp.training.machine import autocast
 from fpexp.training.optimizer import learning_rate, make_optimizer
-from fpexp.training.randomness import derive_seed, generator
 
 MAX_SKIPPED_IN_A_ROW = 20
 """With training.non_finite=skip, so many bad steps without a good one between them end the run."""
@@ -107,7 +107,7 @@ class Trainer:
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        accuracy, statistics = self._accumulate(batch, length)
+        accuracy, statistics = self._accumulate(batch)
         norm = self._gradient_norm()
         loss = accuracy.summary()["loss"]
         if math.isfinite(norm) and loss is not None and math.isfinite(loss):
@@ -124,10 +124,11 @@ class Trainer:
             )
         self.tracker.progress(self.progress.step)
 
-    def _accumulate(self, batch: Batch, length: int) -> tuple[Accuracy, LayerStatistics]:
+    def _accumulate(self, batch: Batch) -> tuple[Accuracy, LayerStatistics]:
         """Leave in .grad the gradient of the mean loss over all scored positions, however the batch is split."""
         config = self.experiment.config
-        cap = self.experiment.schedule.training_cap(length, generator(config.seed, "cap", self.progress.step))
+        source = generator(config.seed, "cap", self.progress.step)
+        cap = self.experiment.schedule.training_cap(batch.inputs.shape[1], source)
         accuracy, statistics = Accuracy(), LayerStatistics()
         scored = batch.scored
         self.optimizer.zero_grad(set_to_none=True)

@@ -17,10 +17,10 @@ from fpexp.build import build
 from fpexp.cli import COMMANDS
 from fpexp.config.catalogue import choices
 from fpexp.errors import Interrupted
+from fpexp.run import start_run
 from fpexp.run_folder import RunFolder, read_rows
 from fpexp.tasks import WordProblem
 from fpexp.training import checkpoint
-from fpexp.training.run import start_run
 
 
 @pytest.fixture

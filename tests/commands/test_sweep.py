@@ -11,8 +11,8 @@ import pytest
 from runs import TINY, CommandLine, Recorder, assert_steps_stand_once, finish, start, stop_at, tiny, wait_for
 
 from fpexp.errors import Interrupted
+from fpexp.run import start_run
 from fpexp.run_folder import read_rows
-from fpexp.training.run import start_run
 
 TRAP = '''
 """An LSTM from outside the package, that behaves as it is told to when it trains."""
@@ -252,7 +252,7 @@ def test_a_signal_while_the_picture_is_drawn_stops_the_sweep(cli: CommandLine, m
         if path.name == "curve.png":
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr("fpexp.training.run.draw_curves", draw)
+    monkeypatch.setattr("fpexp.run.draw_curves", draw)
     answer = cli("train", "-m", "task=a4", "model=lstm", "seed=0,1", *TINY)
     assert answer.code == 130
     assert len(cli.runs()) == 1

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fpexp.build import Experiment
 from fpexp.fixed_point import Cap, Status
+from fpexp.machine import autocast
 from fpexp.models import LanguageModel
-from fpexp.training.machine import autocast
 
 EXACT = "precision=float64"
 FIXED = Cap(4, stop_early=False)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fpexp.errors import UserError
+from fpexp.randomness import generator
 from fpexp.tasks.lengths import LengthPolicy, Lengths
-from fpexp.training.randomness import generator
 
 
 def drawn(lengths: Lengths, steps: int, size: int = 8) -> list[int]:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fpexp.errors import UserError
+from fpexp.randomness import generator
 from fpexp.tasks import IGNORE, WordProblem
 from fpexp.tasks.lengths import LengthPolicy
-from fpexp.training.randomness import generator
 
 
 def word_problem(group: str, **settings: Any) -> WordProblem:

@@ -33,12 +33,12 @@ from fpexp.build import Experiment, build
 from fpexp.config.run import RunConfig
 from fpexp.errors import FpexpError, Interrupted, UserError
 from fpexp.fixed_point import Cap, Status
+from fpexp.randomness import generator
+from fpexp.run import resume_run, start_run
 from fpexp.run_folder import RunFolder, read_rows
 from fpexp.tasks import IGNORE, Batch
 from fpexp.training import checkpoint, loop
 from fpexp.training.interruption import Interruption
-from fpexp.training.randomness import generator
-from fpexp.training.run import resume_run, start_run
 
 NAN = float("nan")
 Change = Callable[[Callable[[Experiment], None]], None]
@@ -54,7 +54,7 @@ def change_experiment(monkeypatch: pytest.MonkeyPatch) -> Change:
             function(experiment)
             return experiment
 
-        monkeypatch.setattr("fpexp.training.run.build", changed)
+        monkeypatch.setattr("fpexp.run.build", changed)
 
     return change
 
@@ -133,6 +133,7 @@ def test_resumed_twice_is_the_unbroken_run_to_the_bit(tmp_path: Path, model: str
     assert_same_weights(weights(experiment.model), expected)
     assert len(inputs) == len(task.inputs)
     assert all(torch.equal(a, b) for a, b in zip(inputs, task.inputs, strict=True))
+    assert len({tuple(batch.flatten().tolist()) for batch in inputs}) > 35, "every step has data of its own"
 
 
 def test_seconds_add_up_over_sittings(tmp_path: Path) -> None:
@@ -597,7 +598,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, os.getcwd())
 import torch
-import torch._dynamo, fpexp.training.run  # before the forks, which share them
+import torch._dynamo, fpexp.run  # before the forks, which share them
 from fpexp.cli import main
 
 for name, slow_from, signum in json.loads(sys.argv[1]):

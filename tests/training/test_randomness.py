@@ -9,7 +9,7 @@ import torch
 from runs import tiny
 
 from fpexp.build import build
-from fpexp.training.randomness import derive_seed, generator, seeded
+from fpexp.randomness import derive_seed, generator, seeded
 
 SEEN = 2**32
 """torch's CPU generator (mt19937) starts from the low 32 bits of a seed: two seeds equal there are one stream."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fpexp.ops.backend import cpu_available
+from fpexp.ops.backend import choose, say_once
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,10 @@ class SweepResult:
 
 def sweep(terms: SweepTerms, form: MixerForm | None, settings: SweepSettings) -> SweepResult | None:
     """Solve all tokens in order, without gradient; None where no kernel knows the mixer or the device."""
-    if form is None or terms.x.device.type != "cpu" or not cpu_available():
+    if choose("fixed_point_sweep", terms.x.device) != "cpu":
+        return None
+    if form is None:
+        say_once("this channel mixer has no fused sweep: it is solved token by token in plain torch")
         return None
     from fpexp.ops.fixed_point_sweep import cpu
 

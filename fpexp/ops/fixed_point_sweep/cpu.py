@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
@@ -18,9 +19,14 @@ from torch.nn import functional
 
 from fpexp.ops.fixed_point_sweep import MixerForm, SweepResult, SweepSettings, SweepTerms
 from fpexp.ops.kernel import Kernel
+from fpexp.status import Status
+
+if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+    raise ImportError("NUMBA_DISABLE_JIT is set: numba does not compile")
 
 _KINDS = {"householder": 0, "dplr": 1, "kronecker": 2}
-_CONVERGED, _CAP_REACHED, _DIVERGED, _NON_FINITE = 0, 1, 2, 3
+_CONVERGED, _CAP_REACHED = int(Status.CONVERGED), int(Status.CAP_REACHED)
+_DIVERGED, _NON_FINITE = int(Status.DIVERGED), int(Status.NON_FINITE)
 _EPSILON = 1e-6
 _TINY = 1e-15
 _STEPS_OF_AN_ITERATION = 64  # inner steps a channel that solving takes beside decaying the state: a rough mean

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from fpexp.build import Experiment, build
@@ -11,67 +13,75 @@ from fpexp.config.run import RunConfig
 from fpexp.environment import describe
 from fpexp.errors import FpexpError, Interrupted, UserError
 from fpexp.evaluation.length_curve import length_curve
+from fpexp.machine import apply_settings, is_out_of_memory
 from fpexp.reporting.figures import draw_curves
 from fpexp.reporting.store import read_curve
-from fpexp.run_folder import RunFolder, read_rows, write_json
+from fpexp.run_folder import RunFolder, read_rows
+from fpexp.tracking.console import warn
 from fpexp.tracking.tracker import RunStart, Tracker
 from fpexp.training.checkpoint import Checkpoint, load_newest
 from fpexp.training.interruption import Interruption
 from fpexp.training.loop import Trainer
-from fpexp.training.machine import apply_settings, is_out_of_memory
 
 
-def start_run(config: RunConfig, tracker: Tracker) -> RunFolder:
-    """Train a new run and measure its curve."""
+def start_run(config: RunConfig, tracker: Tracker, words: Sequence[str]) -> RunFolder:
+    """Train a new run and measure its curve; `words` are the arguments it was started with, for the record."""
     experiment = _build(config)
     run = RunFolder.create(experiment.config)
-    write_json(run.path / "environment.json", describe(experiment.config, experiment.model.parameter_count()))
-    _carry_out(run, experiment, tracker, resuming=False)
+    with run.lock():
+        _carry_out(run, experiment, tracker, words)
     return run
 
 
-def resume_run(run: RunFolder, config: RunConfig, tracker: Tracker) -> RunFolder:
+def resume_run(run: RunFolder, config: RunConfig, tracker: Tracker, words: Sequence[str]) -> RunFolder:
     """Go on with a run from its newest whole checkpoint; `config` is its own, but for where it runs."""
-    if run.status().get("state") == "finished":
-        raise UserError(f"run '{run.id}' is finished; `fpexp evaluate run={run.id}` measures it again")
-    warnings: list[str] = []
-    saved = load_newest(run.checkpoints, warnings) if any(run.checkpoints.glob("step_*")) else None
-    experiment = _build(config)
-    notes = (*experiment.notes, *(f"warning: {warning}" for warning in warnings))
-    _carry_out(run, dataclasses.replace(experiment, notes=notes), tracker, resuming=True, saved=saved)
+    with run.lock():
+        if run.status()["state"] == "finished":
+            raise UserError(f"run '{run.id}' is finished; `fpexp evaluate run={run.id}` measures it again")
+        warnings: list[str] = []
+        saved = load_newest(run.checkpoints, warnings) if any(run.checkpoints.glob("step_*")) else None
+        experiment = _build(config)
+        if saved is not None:
+            saved.check_fits(experiment.model)
+        notes = (*experiment.notes, *(f"warning: {warning}" for warning in warnings))
+        _carry_out(run, dataclasses.replace(experiment, notes=notes), tracker, words, resuming=True, saved=saved)
     return run
 
 
 def _build(config: RunConfig) -> Experiment:
-    experiment = build(config)
+    try:
+        experiment = build(config)
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise FpexpError(_reason(error, config)) from error
+        raise
     notes = apply_settings(experiment.config)
     return dataclasses.replace(experiment, notes=(*experiment.notes, *notes))
 
 
 def _carry_out(
-    run: RunFolder, experiment: Experiment, tracker: Tracker, *, resuming: bool, saved: Checkpoint | None = None
+    run: RunFolder,
+    experiment: Experiment,
+    tracker: Tracker,
+    words: Sequence[str],
+    resuming: bool = False,
+    saved: Checkpoint | None = None,
 ) -> None:
-    with run.lock(), Interruption() as interruption:
-        run.write_status("running")
+    with Interruption() as interruption:
         try:
+            run.write_status("running")
             trainer = Trainer(experiment, run, tracker, interruption)
             if saved is not None:
                 trainer.restore(saved)
-            tracker.start(
-                RunStart(
-                    run=run,
-                    config=experiment.config,
-                    parameters=experiment.model.parameter_count(),
-                    resumed_from=trainer.progress.step if resuming else None,
-                    notes=experiment.notes,
-                )
-            )
+            step, parameters = trainer.progress.step, experiment.model.parameter_count()
+            run.add_sitting({"from_step": step, **describe(experiment.config, parameters, words)})
+            tracker.start(RunStart(run, experiment.config, parameters, step if resuming else None, experiment.notes))
             trainer.fit()
             _measure(run, experiment, trainer, tracker, interruption)
+            tracker.finish("finished")
+            run.write_status("finished", step=trainer.progress.step, skipped=trainer.progress.skipped)
         except BaseException as error:
             _end_badly(run, experiment.config, tracker, error)
-        tracker.finish("finished")
-        run.write_status("finished", step=trainer.progress.step, skipped=trainer.progress.skipped)
 
 
 def _measure(
@@ -84,7 +94,10 @@ def _measure(
     if missing:
         for row in length_curve(experiment, missing, settings.samples, trainer.lengths.drawn, interruption.check):
             tracker.log({"kind": "curve", "step": trainer.progress.step, **row})
-    draw_curves([read_curve(run)], run.path / "curve.png")
+    try:
+        draw_curves([read_curve(run)], run.path / "curve.png")
+    except (ImportError, OSError) as error:
+        warn(f"no picture of the curve: {error}")
 
 
 def _end_badly(run: RunFolder, config: RunConfig, tracker: Tracker, error: BaseException) -> NoReturn:
@@ -98,10 +111,12 @@ def _end_badly(run: RunFolder, config: RunConfig, tracker: Tracker, error: BaseE
         if isinstance(error, Interrupted):
             raise Interrupted(error.signum, f"{error}; the state is saved, go on with: {resume}") from None
         raise error
-    tracker.finish("failed")
     reason = _reason(error, config)
-    (run.path / "traceback.txt").write_text("".join(traceback.format_exception(error)))
-    run.write_status("failed", reason=reason)
+    with suppress(Exception):
+        tracker.finish("failed")
+    with suppress(OSError):  # where the disk is full, what is told below still reaches the user
+        run.write_status("failed", reason=reason)
+        (run.path / "traceback.txt").write_text("".join(traceback.format_exception(error)))
     if isinstance(error, FpexpError):
         raise error
     raise FpexpError(f"run {run.id} failed: {reason}; traceback in {run.path / 'traceback.txt'}") from error
@@ -118,4 +133,5 @@ def _reason(error: BaseException, config: RunConfig) -> str:
         )
     if isinstance(error, SystemExit):
         return f"it ended itself with exit code {error.code} before its end"
-    return text.splitlines()[0] if isinstance(error, FpexpError) and text else f"{type(error).__name__}: {text}"
+    first = next(iter(text.strip().splitlines()), "")
+    return first if isinstance(error, FpexpError) and first else f"{type(error).__name__}: {first}"

@@ -1,0 +1,45 @@
+"""README.md says what is so: its commands are accepted, and its numbers are those of the recorded runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from fpexp.build import check
+from fpexp.cli import COMMANDS
+from fpexp.config.compose import compose, compose_jobs
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```\n(.*?)^```", README, flags=re.M | re.S)
+LINES = [line for block in BLOCKS for line in block.splitlines() if line.startswith("fpexp ")]
+ROWS = re.findall(r"^\| (fp_mamba_\w+|lstm) \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", README, flags=re.M)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_every_command_is_accepted(line: str) -> None:
+    _, command, *words = shlex.split(line, comments=True)
+    assert command in COMMANDS
+    if command != "train" or any(word.startswith(("resume=", "hydra.searchpath=")) for word in words):
+        return
+    configs = compose_jobs(words[1:]) if words[0] == "-m" else [compose(words)]
+    for config in configs:
+        check(config)
+
+
+def test_there_are_numbers() -> None:
+    assert {(model, seed) for model, seed, *_ in ROWS} == {
+        (model, str(seed)) for model in ("fp_mamba_k", "fp_mamba_h", "lstm") for seed in range(3)
+    }
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_numbers_are_those_recorded(row: tuple[str, ...]) -> None:
+    model, seed, *shown = row
+    (run,) = (ROOT / "results/reference/runs").glob(f"a4-{model}-seed{seed}-*")
+    curve = {r["length"]: r["token_accuracy"] for r in map(json.loads, (run / "curve.jsonl").read_text().splitlines())}
+    assert shown == [f"{curve[length]:.3f}" for length in (16, 32, 64)]
