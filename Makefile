@@ -32,7 +32,7 @@ format: $(STAMP) ## mend formatting and what the linter can mend
 demo: $(STAMP) ## train FP-Mamba and an LSTM on A4 and show their length-generalisation curves
 	@$(VENV)/bin/fpexp train -m experiment=demo_a4
 
-reproduce: $(STAMP) ## the runs of results/reference (an hour on two cores)
+reproduce: $(STAMP) ## the runs of results/reference
 	@$(VENV)/bin/fpexp train -m experiment=reference_a4
 
 clean: ## remove caches and build output; results/ and the environment stay

@@ -52,6 +52,10 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        print(f"fpexp: error: {error.strerror or error}{where}", file=sys.stderr)
+        return 1
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -71,5 +75,6 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(usage.describe(command))
         return 0
-    code: int = importlib.import_module(f"fpexp.commands.{command.replace('list', 'list_')}").run(rest)
+    module = "list_" if command == "list" else command
+    code: int = importlib.import_module(f"fpexp.commands.{module}").run(rest)
     return code

@@ -6,6 +6,8 @@ import torch
 
 from fpexp.config.run import RunConfig
 
+_TORCHS_CHOICE_OF_THREADS = torch.get_num_threads()
+
 
 def autocast(config: RunConfig) -> torch.autocast:
     """Return bfloat16 autocast where the run's precision asks for it; weights, scan states and norms stay float32."""
@@ -16,11 +18,11 @@ def autocast(config: RunConfig) -> torch.autocast:
 
 def apply_settings(config: RunConfig) -> tuple[str, ...]:
     """Set threads and determinism for this process; return what cannot be pinned, a line each."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
-    if not config.deterministic or config.device == "cpu":
+    torch.set_num_threads(config.threads or _TORCHS_CHOICE_OF_THREADS)
+    pinned = config.deterministic and config.device != "cpu"
+    torch.use_deterministic_algorithms(pinned, warn_only=True)
+    if not pinned:
         return ()
-    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = False
     return ("deterministic=true: cuDNN's LSTM and atomics in library kernels are not pinned",)
 

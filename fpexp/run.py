@@ -24,7 +24,7 @@ from fpexp.training.interruption import Interruption
 from fpexp.training.loop import Trainer
 
 
-def start_run(config: RunConfig, tracker: Tracker, words: Sequence[str]) -> RunFolder:
+def start_run(config: RunConfig, tracker: Tracker, words: Sequence[str] = ()) -> RunFolder:
     """Train a new run and measure its curve; `words` are the arguments it was started with, for the record."""
     experiment = _build(config)
     run = RunFolder.create(experiment.config)
@@ -33,7 +33,7 @@ def start_run(config: RunConfig, tracker: Tracker, words: Sequence[str]) -> RunF
     return run
 
 
-def resume_run(run: RunFolder, config: RunConfig, tracker: Tracker, words: Sequence[str]) -> RunFolder:
+def resume_run(run: RunFolder, config: RunConfig, tracker: Tracker, words: Sequence[str] = ()) -> RunFolder:
     """Go on with a run from its newest whole checkpoint; `config` is its own, but for where it runs."""
     with run.lock():
         if run.status()["state"] == "finished":
@@ -78,6 +78,7 @@ def _carry_out(
             tracker.start(RunStart(run, experiment.config, parameters, step if resuming else None, experiment.notes))
             trainer.fit()
             _measure(run, experiment, trainer, tracker, interruption)
+            interruption.check()
             tracker.finish("finished")
             run.write_status("finished", step=trainer.progress.step, skipped=trainer.progress.skipped)
         except BaseException as error:

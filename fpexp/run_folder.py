@@ -46,7 +46,7 @@ class RunFolder:
         runs = Path(config.results_dir) / "runs"
         try:
             runs.mkdir(parents=True, exist_ok=True)
-            run = cls(_make_unique(runs, stem))
+            run = cls(make_unique(runs, stem))
             run.checkpoints.mkdir()
             write_config(config, run.path / "config.yaml")
         except OSError as error:
@@ -124,11 +124,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     rows = []
-    for line in path.read_text().splitlines():
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             rows.append(json.loads(line))
-        except ValueError:
-            continue
+        except ValueError as error:
+            if number < len(lines):
+                raise UserError(f"line {number} of {path} is not JSON; mend or remove it") from error
     return rows
 
 
@@ -148,7 +150,8 @@ def _replace(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _make_unique(parent: Path, stem: str) -> Path:
+def make_unique(parent: Path, stem: str) -> Path:
+    """Make a new folder under `parent`, named `stem` or `stem`-<number>."""
     number = 1
     while True:
         path = parent / (stem if number == 1 else f"{stem}-{number}")

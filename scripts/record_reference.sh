@@ -1,9 +1,11 @@
 #!/bin/sh
-# Copies finished runs, without their checkpoints, to results/reference: scripts/record_reference.sh <run folder>...
+# Copies finished runs, without their checkpoints, to results/reference/runs: scripts/record_reference.sh <run folder>...
 set -eu
+reference=$(dirname "$0")/../results/reference/runs
 for run in "$@"; do
+    target=$reference/$(basename "$run")
     grep -q '"state": "finished"' "$run/status.json" || { echo "$run is not finished" >&2; exit 1; }
-    target=results/reference/runs/$(basename "$run")
+    [ ! -e "$target" ] || { echo "$target is there already" >&2; exit 1; }
     mkdir -p "$target"
     for file in config.yaml environment.json status.json metrics.jsonl curve.jsonl; do
         cp "$run/$file" "$target/"

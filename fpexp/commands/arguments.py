@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fpexp.config.schema import Checker, did_you_mean
+from fpexp.config.values import parse_value
 from fpexp.errors import UserError
 
 
 def parse(arguments: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
     """Parse words against `known`, key -> annotation; a `UserError` names an unknown key or a wrong value."""
-    import yaml
-
     checker = Checker({})
     values: dict[str, Any] = {}
     for argument in arguments:
@@ -21,10 +20,7 @@ def parse(arguments: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"'{argument}' is not understood; write <key>=<value> ({', '.join(known)})")
         if key not in known:
             raise UserError(f"unknown key '{key}'{did_you_mean(key, known)} ({', '.join(known)})")
-        try:
-            value = text if known[key] is str else yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise UserError(f"cannot read '{argument}'; write lists as {key}=[1,2]") from error
+        value = text if known[key] is str else parse_value(text, f"cannot read '{argument}'")
         values[key] = checker.check(known[key], value, key)
     return values
 

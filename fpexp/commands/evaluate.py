@@ -5,17 +5,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fpexp.commands.arguments import parse
 from fpexp.errors import FpexpError, UserError
 from fpexp.ranges import Count
+
+if TYPE_CHECKING:
+    from fpexp.loading import LoadedRun
 
 OPTIONS = {
     "run": str,
     "lengths": list[Count],
     "samples": Count,
     "batch_size": Count,
+    "checkpoint": Literal["newest", "best"],
     "device": str,
     "results_dir": str,
 }
@@ -23,7 +27,7 @@ MEASURING = ("lengths", "samples", "batch_size")  # the options that stand for s
 
 
 def run(arguments: list[str]) -> int:
-    """Measure the newest checkpoint and keep the rows under the run's evaluations/ folder."""
+    """Measure a checkpoint and keep the rows under the run's evaluations/ folder."""
     options = parse(arguments, OPTIONS)
     if "run" not in options:
         raise UserError("which run? write run=<run id>; `fpexp runs` lists them")
@@ -38,14 +42,13 @@ def run(arguments: list[str]) -> int:
         options["run"],
         results_dir=options.get("results_dir", "results"),
         device=options.get("device", "auto"),
+        checkpoint=options.get("checkpoint", "newest"),
     )
     for warning in loaded.warnings:
         warn(warning)
-    folder = loaded.run.path / "evaluations" / time.strftime("%Y%m%d-%H%M%S")
-    folder.mkdir(parents=True)
     chosen: dict[str, Any] = {key: options[key] for key in MEASURING if key in options}
     try:
-        rows = _measure(loaded, chosen, folder)
+        rows, folder = _measure(loaded, chosen)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -57,11 +60,13 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _measure(loaded: Any, chosen: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+def _measure(loaded: LoadedRun, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], Path]:
+    """Measure and record. The rows' file has its name only when it is whole; an interrupted one keeps `.partial`."""
     from fpexp.evaluation.length_curve import length_curve
+    from fpexp.machine import apply_settings
     from fpexp.reporting.figures import draw_curves
     from fpexp.reporting.store import read_curve
-    from fpexp.run_folder import append_row
+    from fpexp.run_folder import append_row, make_unique
     from fpexp.training.interruption import Interruption
 
     config = loaded.experiment.config
@@ -69,11 +74,17 @@ def _measure(loaded: Any, chosen: dict[str, Any], folder: Path) -> list[dict[str
     for length in settings.lengths:
         loaded.experiment.task.check_length(length, "lengths")
     experiment = dataclasses.replace(loaded.experiment, config=config.replace(evaluation=settings))
+    apply_settings(experiment.config)
+    evaluations = loaded.run.path / "evaluations"
+    evaluations.mkdir(exist_ok=True)
+    folder = make_unique(evaluations, time.strftime("%Y%m%d-%H%M%S"))
+    partial, whole = folder / "curve.jsonl.partial", folder / "curve.jsonl"
     drawn = {int(length): int(count) for length, count in loaded.state["lengths"]["drawn"]}
     rows = []
     with Interruption() as interruption:
         for row in length_curve(experiment, settings.lengths, settings.samples, drawn, interruption.check):
-            append_row(folder / "curve.jsonl", {"kind": "curve", "step": loaded.state["step"], **row})
+            append_row(partial, {"kind": "curve", "step": loaded.state["step"], **row})
             rows.append(row)
-    draw_curves([read_curve(loaded.run, folder / "curve.jsonl")], folder / "curve.png")
-    return rows
+    partial.rename(whole)
+    draw_curves([read_curve(loaded.run, whole)], folder / "curve.png")
+    return rows, folder

@@ -12,12 +12,12 @@ from typing import Any
 
 from fpexp.commands.arguments import take
 from fpexp.config.catalogue import conf_dir
-from fpexp.config.compose import CONFIG_NAME, compose_jobs, from_hydra
+from fpexp.config.compose import CONFIG_NAME, compose_jobs, from_hydra, permissive
 from fpexp.config.run import RunConfig
 from fpexp.errors import FpexpError, Interrupted, UserError
 from fpexp.reporting.figures import draw_curves
 from fpexp.reporting.store import read_curve
-from fpexp.run_folder import RunFolder, all_runs, write_json
+from fpexp.run_folder import RunFolder, all_runs, make_unique, write_json
 from fpexp.tracking.console import print_table
 
 DONE = ("finished", "done before")
@@ -41,7 +41,7 @@ def run(words: list[str]) -> int:
     configs = compose_jobs(words)
     _check_builds(configs)
     folder = _sweep_folder(Path(configs[0].results_dir))
-    arguments, sys.argv = sys.argv, ["fpexp", "--multirun", *words, f"hydra.sweep.dir='{folder}'"]
+    arguments, sys.argv = sys.argv, ["fpexp", "--multirun", *permissive(words), f"hydra.sweep.dir='{folder}'"]
     signum = None
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(run_job)()
@@ -76,7 +76,8 @@ def run_job(hydra_config: Any) -> None:
         record |= {"state": "interrupted", "reason": str(error)}
     except BaseException as error:
         (folder / "traceback.txt").write_text("".join(traceback.format_exception(error)))
-        record |= {"state": "failed", "reason": str(error) or type(error).__name__}
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        record |= {"state": "failed", "reason": reason}
         print(f"fpexp: error: job {context.job.num}: {record['reason']}", file=sys.stderr, flush=True)
     write_json(folder / "job.json", {**record, "seconds": time.monotonic() - began})
     if signum is not None:
@@ -121,18 +122,12 @@ def _check_builds(configs: Sequence[RunConfig]) -> None:
 
 
 def _sweep_folder(results_dir: Path) -> Path:
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    number = 1
-    while True:
-        folder = results_dir / "sweeps" / (stamp if number == 1 else f"{stamp}-{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise UserError(f"cannot write to results_dir={results_dir}: {error.strerror}") from error
-        else:
-            return folder.resolve()
+    sweeps = results_dir / "sweeps"
+    try:
+        sweeps.mkdir(parents=True, exist_ok=True)
+        return make_unique(sweeps, time.strftime("%Y%m%d-%H%M%S")).resolve()
+    except OSError as error:
+        raise UserError(f"cannot write to results_dir={results_dir}: {error.strerror}") from error
 
 
 def _jobs(folder: Path) -> list[dict[str, Any]]:

@@ -19,16 +19,17 @@ top-level keys, with their defaults (conf/config.yaml):
 {keys}"""
 
 EVALUATE = """\
-usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=1024] [batch_size=256] [device=cpu]
-                      [results_dir=results]
+usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=1024] [batch_size=256]
+                      [checkpoint=newest|best] [device=cpu] [results_dir=results]
 
-Measures a recorded run's newest checkpoint at other lengths, prints the rows and keeps them with a picture under the
+Measures a recorded run's checkpoint at other lengths, prints the rows and keeps them with a picture under the
 run's evaluations/ folder."""
 
 RUNS = """\
 usage: fpexp runs [results_dir=results]
 
-Lists recorded runs: id, task, model, status, token accuracy at the training length and at four times it."""
+Lists recorded runs: id, task, model, status, token accuracy at the training length and at four times it
+("-" where its curve has no such length)."""
 
 LIST = """\
 usage: fpexp list [tasks|models|solvers|schedules|scales|experiments]

@@ -55,9 +55,11 @@ def compose_jobs(arguments: Sequence[str]) -> list[RunConfig]:
     swept = {override.get_key_element(): override for override in overrides if override.is_sweep_override()}
     _, hydra = _compose([*plain, *_first_values(swept.values())])
     given = {override.get_key_element() for override in overrides}
+    params: dict[str, Override] = {}
     for override in parse_overrides([f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]):
         if override.get_key_element() not in given:
-            swept = {override.get_key_element(): override, **swept}
+            params[override.get_key_element()] = override
+    swept = {**params, **swept}
     choices_of_each = [
         [f"{key}={value}" for value in override.sweep_string_iterator()]
         if override.is_sweep_override()
@@ -66,6 +68,11 @@ def compose_jobs(arguments: Sequence[str]) -> list[RunConfig]:
     ]
     combinations = itertools.product(*choices_of_each)
     return [_compose([*plain, *parse_overrides(combination)])[0] for combination in combinations]
+
+
+def permissive(arguments: Sequence[str]) -> list[str]:
+    """Return the words with plain values forced in, as `compose` does, for Hydra's own multirun."""
+    return [_force(override) for override in parse_overrides(arguments)]
 
 
 def _first_values(overrides: Iterable[Override]) -> list[Override]:
@@ -114,8 +121,12 @@ def _force(override: Override) -> str:
 
 
 def _check_group(override: Override) -> None:
-    value = override.value()
-    if override.key_or_group in GROUPS and isinstance(value, str):
+    if override.key_or_group in GROUPS and not override.is_delete():
+        value = override.value()
+        if not isinstance(value, str):
+            raise UserError(
+                f"'{override.input_line}': a group takes one name ({', '.join(choices(override.key_or_group))})"
+            )
         check_choice(override.key_or_group, value)
 
 

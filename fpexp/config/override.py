@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fpexp.config.catalogue import GROUPS
 from fpexp.config.run import RunConfig
+from fpexp.config.values import parse_value
 from fpexp.errors import UserError
 
 
@@ -13,8 +14,6 @@ def override(config: RunConfig, words: Sequence[str]) -> RunConfig:
     """Return the config with `key.path=value` applied and checked; values are YAML."""
     if not words:
         return config
-    import yaml
-
     tree = config.to_dict()
     for word in words:
         path, equals, text = word.lstrip("+").partition("=")
@@ -27,12 +26,8 @@ def override(config: RunConfig, words: Sequence[str]) -> RunConfig:
         *parents, name = path.split(".")
         node = tree
         for parent in parents:
-            child = node.get(parent)
-            if not isinstance(child, dict):
-                raise UserError(f"unknown key '{path}'")
-            node = child
-        try:
-            node[name] = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise UserError(f"cannot read the value of '{word}'") from error
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise UserError(f"unknown key '{path}'; {parent} has no keys of its own")
+        node[name] = parse_value(text, f"cannot read the value of '{word}'")
     return RunConfig.parse(tree)

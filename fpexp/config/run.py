@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fpexp.config.schema import Checker, Component, plain
+from fpexp.config.values import parse_value
 from fpexp.errors import UserError
 from fpexp.ranges import Count, CountOrZero, Fraction, NonNegative, Positive, Probability, Range
 
@@ -159,22 +160,15 @@ def read_config(path: Path) -> RunConfig:
         text = path.read_text()
     except OSError as error:
         raise UserError(f"cannot read the config {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"cannot read the config {path}: it is not text") from error
     try:
         raw = json.loads(text)
     except ValueError:
-        raw = _parse_yaml(text, path)
+        raw = parse_value(text, f"{path} is neither YAML nor JSON")
     if not isinstance(raw, Mapping):
         raise UserError(f"{path} holds no config: expected keys such as 'task' and 'model'")
     try:
         return RunConfig.parse(raw)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def _parse_yaml(text: str, path: Path) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is neither YAML nor JSON: {' '.join(str(error).split())}") from error

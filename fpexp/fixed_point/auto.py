@@ -10,7 +10,7 @@ from fpexp.ranges import Count, Positive
 
 
 class Auto:
-    """A choice that is settled before anything is built: see `Auto.choose`.
+    """A choice that is settled by `fpexp.build` before anything is built: see `Auto.choose`.
 
     `tolerance` and `inner_max_iterations` are handed to the candidates by the config file.
     """
@@ -23,7 +23,7 @@ class Auto:
         tolerance: Positive,
         inner_max_iterations: Count,
     ) -> None:
-        raise TypeError("solver=auto is settled by RunConfig, not built")
+        raise TypeError("solver=auto is settled by fpexp.build, not built")
 
     @staticmethod
     def choose(device: str, capped: bool) -> tuple[Literal["sequential", "picard"], str]:

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from fpexp.config.run import RunConfig
 
 
+EVALUATION_CAP = Cap(1000)  # paper app. D.3
+
+
 @dataclass(frozen=True)
 class ModelOutput:
     """`logits` (B, T, vocabulary) and, of each layer that solved a fixed point, what its solver found."""
@@ -67,8 +70,11 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(width, vocabulary_size, bias=False)
         self.iterations_depend_on_length = any(layer.iterations_depend_on_length for layer in layers)
 
-    def forward(self, tokens: Tensor, cap: Cap, mask: Tensor | None = None) -> ModelOutput:
-        """tokens (B, T) indices; `mask` (B, T), true at real tokens, which must come first (right padding)."""
+    def forward(self, tokens: Tensor, cap: Cap = EVALUATION_CAP, mask: Tensor | None = None) -> ModelOutput:
+        """tokens (B, T) indices; `cap` bounds the solvers' iterations.
+
+        `mask` (B, T) is true at real tokens, which must come first: a ValueError where padding is not on the right.
+        """
         if mask is not None and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
             raise ValueError("padding must be on the right: a real token follows a padded one")
         u = self.dropout(self.embedding(tokens))

@@ -12,7 +12,7 @@ from fpexp.reporting.store import Curve
 def draw_curves(curves: Sequence[Curve], path: Path) -> None:
     """Draw token accuracy (solid) and last-token accuracy (dashed) against length, one colour a model; PNG at `path`.
 
-    The longest training length is marked.
+    The longest training length and chance (grey) are marked.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -25,7 +25,9 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
         members = [curve for curve in curves if _name(curve) == name and curve.rows]
         for index, curve in enumerate(members):
             _draw_curve(axes, curve, f"C{names.index(name) % 10}", _label(name, members) if index == 0 else None)
-    for length in sorted({curve.training_length for curve in curves if curve.training_length}):
+    for chance in sorted({curve.chance for curve in curves if curve.chance}):
+        axes.axhline(chance, color="0.7", lw=1)
+    for length in sorted({curve.trained_to for curve in curves if curve.trained_to}):
         axes.axvline(length, color="0.4", lw=1, ls=":")
         axes.annotate(
             "longest in training", (length, 0.02), fontsize=7, color="0.4", rotation=90, va="bottom", ha="right"
@@ -34,7 +36,8 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, loc="lower left")
+    if any(curve.rows for curve in curves):
+        axes.legend(fontsize=8, loc="lower left")
     figure.savefig(path, metadata={"Software": None})
 
 

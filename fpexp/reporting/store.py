@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fpexp.config.values import parse_value
 from fpexp.errors import UserError
 from fpexp.run_folder import RunFolder, read_rows
 
@@ -17,7 +18,6 @@ class RunSummary:
     id: str
     task: str
     model: str
-    seed: int | None
     state: str
     training_length: int | None
     accuracy: float | None
@@ -28,18 +28,19 @@ class RunSummary:
 def summarise(run: RunFolder) -> RunSummary:
     """Summarise a run as far as its files go."""
     state = str(run.status().get("state"))
+    config = read_plain_config(run)
+    if config is None:
+        return RunSummary(run.id, "?", "?", f"{state}, unreadable config", None, None, None, None)
+    length = _longest_allowed(config)
     try:
-        config = run.config()
+        curve = {row["length"]: row["token_accuracy"] for row in read_rows(run.curve)}
     except UserError:
-        return RunSummary(run.id, "?", "?", None, f"{state}, unreadable config", None, None, None, None)
-    length = training_length(config.task.settings)
-    curve = {row["length"]: row["token_accuracy"] for row in read_rows(run.curve)}
+        curve, state = {}, f"{state}, unreadable curve"
     far = None if length is None else 4 * length
     return RunSummary(
         id=run.id,
-        task=config.choices.task,
-        model=config.choices.model,
-        seed=config.seed,
+        task=config["choices"]["task"],
+        model=config["choices"]["model"],
         state=state,
         training_length=length,
         accuracy=curve.get(length),
@@ -55,19 +56,39 @@ class Curve:
     task: str
     model: str
     seed: int
-    training_length: int | None
+    trained_to: int | None  # longest of the lengths that training has seen
+    chance: float | None
     rows: list[dict[str, Any]]
 
 
 def read_curve(run: RunFolder, path: Path | None = None) -> Curve:
     """Read a run's own curve, or a later one of it at `path`."""
-    config = run.config()
+    config = read_plain_config(run)
+    if config is None:
+        raise UserError(f"cannot read {run.path / 'config.yaml'}")
     rows = sorted(read_rows(path or run.curve), key=lambda row: row["length"])
-    choices = config.choices
-    return Curve(choices.task, choices.model, config.seed, training_length(config.task.settings), rows)
+    seen = [row["length"] for row in rows if row["seen_in_training"]]
+    return Curve(
+        task=config["choices"]["task"],
+        model=config["choices"]["model"],
+        seed=config["seed"],
+        trained_to=max(seen, default=None),
+        chance=rows[0]["chance"] if rows else None,
+        rows=rows,
+    )
 
 
-def training_length(task_settings: Any) -> int | None:
-    """Return the longest length that training uses, where the task has a length policy."""
-    policy = task_settings.get("lengths")
-    return None if policy is None else int(policy.max)
+def read_plain_config(run: RunFolder) -> dict[str, Any] | None:
+    """Read the config as it stands, without the packages and the schema that made it; None where it is no config."""
+    try:
+        config = parse_value((run.path / "config.yaml").read_text(), "config.yaml")
+        config["choices"]["task"], config["choices"]["model"], config["seed"]
+    except (OSError, UserError, KeyError, TypeError, UnicodeDecodeError):
+        return None
+    return dict(config)
+
+
+def _longest_allowed(config: dict[str, Any]) -> int | None:
+    """Return the longest length that training may use, where the task has a length policy."""
+    lengths = config["task"].get("lengths") or {}
+    return lengths.get("max")

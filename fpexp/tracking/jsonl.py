@@ -13,11 +13,13 @@ class JsonlTracker:
         self.run: RunFolder
 
     def start(self, start: RunStart) -> None:
-        """Begin, or cut the metrics back to the step that the run goes on from."""
+        """Begin, or cut the rows back to the step that the run goes on from."""
         self.run = start.run
-        if start.resumed_from is not None and self.run.metrics.exists():
-            rows = read_rows(self.run.metrics)
-            rewrite_rows(self.run.metrics, [row for row in rows if row["step"] <= start.resumed_from])
+        if start.resumed_from is None:
+            return
+        for path in (self.run.metrics, self.run.curve):
+            if path.exists():
+                rewrite_rows(path, [row for row in read_rows(path) if row["step"] <= start.resumed_from])
 
     def log(self, row: Row) -> None:
         """Append to the file of the row's kind."""

@@ -83,7 +83,7 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
     tensors["random.cpu"] = torch.get_rng_state()
     for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
         tensors[f"random.cuda.{index}"] = torch.cuda.get_rng_state(index)
-    path = folder / f"step_{step:08d}.safetensors"
+    path = _path(folder, step)
     temporary = folder / f".{path.name}.partial"
     try:
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
@@ -130,13 +130,23 @@ def step_of(path: Path) -> int:
 
 
 def load_newest(folder: Path, warnings: list[str]) -> Checkpoint:
-    """Load the newest checkpoint that is whole; `warnings` gets a line for each newer one that is not."""
+    """Load the newest checkpoint that is whole; newer ones that are not are set aside, with a line in `warnings`."""
     for path in _newest_first(folder):
         try:
             return read(path)
         except UserError as error:
-            warnings.append(f"{error}; going back to the one before")
+            aside = path.with_name(f"{path.name}.broken")
+            path.rename(aside)
+            warnings.append(f"{error}; going back to the one before, and keeping it as {aside.name}")
     raise UserError(f"no whole checkpoint in {folder}; start a new run")
+
+
+def load_best(folder: Path) -> Checkpoint:
+    """Load the checkpoint that did best in validation."""
+    step = best_step(folder)
+    if step is None:
+        raise UserError(f"no checkpoint in {folder} is marked as the best: there was no validation yet")
+    return read(_path(folder, step))
 
 
 def read(path: Path) -> Checkpoint:
@@ -147,6 +157,10 @@ def read(path: Path) -> Checkpoint:
             return Checkpoint(path, {name: file.get_tensor(name) for name in file.keys()}, state)  # noqa: SIM118
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"cannot read the checkpoint {path}: {error}") from error
+
+
+def _path(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:08d}.safetensors"
 
 
 def _newest_first(folder: Path) -> Iterator[Path]:

@@ -149,7 +149,7 @@ class Trainer:
         what = f"step {step}: loss {loss}, gradient norm {norm}"
         if self.config.non_finite == "stop":
             raise FpexpError(
-                f"{what}; training stopped and the last checkpoint is good; lower training.lr, or skip such steps with "
+                f"{what}; training stopped, checkpoints are as they were; lower training.lr, or skip such steps with "
                 "training.non_finite=skip"
             )
         self.progress.skipped += 1
@@ -164,15 +164,15 @@ class Trainer:
         step = self.progress.step
         samples = self.experiment.config.evaluation.validation_samples
         row = evaluate_length(self.experiment, self.lengths.policy.max, samples, "validation", self.interruption.check)
+        accuracy, goal = row["sequence_accuracy"], self.config.stop_at_accuracy
+        best = accuracy > self.progress.best_accuracy
         self.progress.validated_at = step
-        self._log("validation", row)
-        accuracy = row["sequence_accuracy"]
-        if accuracy > self.progress.best_accuracy:
-            self.progress.best_accuracy = accuracy
-            self.save()
-            checkpoint.mark_best(self.run.checkpoints, step, accuracy)
-        goal = self.config.stop_at_accuracy
+        self.progress.best_accuracy = max(accuracy, self.progress.best_accuracy)
         self.progress.stopped_early = goal is not None and accuracy >= goal
+        self._log("validation", row)
+        self.save()
+        if best:
+            checkpoint.mark_best(self.run.checkpoints, step, accuracy)
 
     def _log(self, kind: str, numbers: dict[str, Any]) -> None:
         progress = self.progress

@@ -82,12 +82,13 @@ def test_a_run_leaves_its_folder(cli: CommandLine) -> None:
     assert names == {
         "config.yaml", "environment.json", "metrics.jsonl", "curve.jsonl", "curve.png", "status.json", "checkpoints"
     }  # fmt: skip
-    environment = json.loads((run.path / "environment.json").read_text())
+    (environment,) = json.loads((run.path / "environment.json").read_text())["sittings"]
     assert environment["seed"] == 5
     assert environment["parameters"] == build(run.config()).model.parameter_count()
     assert environment["fingerprint"] == run.config().fingerprint()
     assert environment["packages"]["torch"]
-    assert {"command", "commit", "device", "python", "fpexp"} <= environment.keys()
+    assert environment["command"].startswith("fpexp train task=a4 model=lstm ")
+    assert {"commit", "device", "python", "fpexp", "backends", "threads"} <= environment.keys()
     for row in read_rows(run.curve):
         assert {"length", "token_accuracy", "last_token_accuracy", "sequence_accuracy", "n"} <= row.keys()
         assert row["n"] == 8
@@ -115,6 +116,9 @@ def test_resume_goes_on_and_ends_finished(cli: CommandLine, stopped: RunFolder) 
     assert stopped.status()["state"] == "finished"
     assert [row["step"] for row in read_rows(stopped.metrics) if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
     assert len(cli.runs()) == 1
+    sittings = json.loads((stopped.path / "environment.json").read_text())["sittings"]
+    assert sittings[-1]["command"] == f"fpexp train resume={stopped.id} threads=1"
+    assert len(sittings) == 2
 
 
 def test_resume_in_another_results_dir_says_so(cli: CommandLine) -> None:
@@ -402,8 +406,8 @@ def test_a_signal_while_measuring_keeps_the_rows_and_ends_with_its_code(
     answer = cli("evaluate", f"run={run.id}", "lengths=[2,3,4]", "batch_size=4")
     assert (answer.code, answer.err) == (143, "fpexp: interrupted by SIGTERM\n")
     (folder,) = (run.path / "evaluations").iterdir()
-    assert [row["length"] for row in read_rows(folder / "curve.jsonl")] == [2]
-    assert not (folder / "curve.png").exists()
+    assert [path.name for path in folder.iterdir()] == ["curve.jsonl.partial"]
+    assert [row["length"] for row in read_rows(folder / "curve.jsonl.partial")] == [2]
     assert {name: value for name, value in digest(run.path).items() if name in before} == before
 
 

@@ -380,7 +380,8 @@ def test_saved_config_runs_again_with_the_same_numbers(
     second = fpexp.runs()[-1]
     assert second.id != first.id
     assert second.config() == first.config()
-    prints = [json.loads((run.path / "environment.json").read_text())["fingerprint"] for run in (first, second)]
+    environments = [json.loads((run.path / "environment.json").read_text()) for run in (first, second)]
+    prints = [environment["sittings"][0]["fingerprint"] for environment in environments]
     assert prints == [first.config().fingerprint()] * 2
     for name in ("metrics", "curve"):
         rows = [without_time(read_rows(getattr(run, name))) for run in (first, second)]

@@ -74,8 +74,8 @@ def test_gamma_draws_from_its_generator_alone() -> None:
     ("schedule", "training"),
     [
         (Converge(max_iterations=70, evaluation_max_iterations=90), Cap(70)),
-        (Fixed(max_iterations=70, evaluation_max_iterations=90), Cap(70, stop_early=False)),
-        (Fixed(max_iterations=70, stop_early=True, evaluation_max_iterations=90), Cap(70)),
+        (Fixed(max_iterations=70, evaluation_max_iterations=90), Cap(70)),
+        (Fixed(max_iterations=70, stop_early=False, evaluation_max_iterations=90), Cap(70, stop_early=False)),
     ],
 )
 def test_caps_in_training_and_evaluation(schedule: Converge | Fixed, training: Cap) -> None:

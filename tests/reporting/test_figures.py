@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ def curve(model: str = "lstm", seed: int = 0, **row: Any) -> Curve:
         {"length": n, "token_accuracy": 1 / n, "last_token_accuracy": 0.5 / n, "sequence_accuracy": 0.0, "n": 8, **row}
         for n in (2, 4, 8)
     ]
-    return Curve("a4", model, seed, 4, rows)
+    return Curve(task="a4", model=model, seed=seed, trained_to=4, chance=1 / 12, rows=rows)
 
 
 def draw(path: Path, *curves: Curve) -> bytes:
@@ -33,8 +34,9 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_curve_without_rows_or_training_length_or_accuracy_is_drawn_as_far_as_it_goes(tmp_path: Path) -> None:
-    draw(tmp_path / "a.png", Curve("copy", "lstm", 0, None, curve().rows))
-    draw(tmp_path / "b.png", Curve("a4", "lstm", 0, 4, []), curve("fp_mamba_k"))
+    draw(tmp_path / "a.png", dataclasses.replace(curve(), trained_to=None, chance=None))
+    draw(tmp_path / "b.png", dataclasses.replace(curve(), rows=[]))
+    draw(tmp_path / "d.png", dataclasses.replace(curve(), rows=[]), curve("fp_mamba_k"))
     draw(tmp_path / "c.png", curve(token_accuracy=None, last_token_accuracy=None))
 
 

@@ -10,11 +10,13 @@ import pytest
 from runs import run_python, tiny
 
 from fpexp.config.run import write_config
+from fpexp.errors import UserError
 from fpexp.reporting.store import RunSummary, read_curve, summarise
 from fpexp.run_folder import RunFolder, all_runs
 
 
 def row(length: int, token: float) -> dict[str, Any]:
+    """What every line of a curve has, and no more."""
     return {
         "kind": "curve",
         "step": 6,
@@ -22,8 +24,14 @@ def row(length: int, token: float) -> dict[str, Any]:
         "token_accuracy": token,
         "last_token_accuracy": token / 2,
         "sequence_accuracy": token / 4,
+        "seen_in_training": length <= 4,
+        "chance": 1 / 12,
         "n": 8,
     }
+
+
+def full_row(length: int, token: float) -> dict[str, Any]:
+    return {**row(length, token), "seen_in_training": length <= 4, "chance": 1 / 12, "decoding": "tagging"}
 
 
 def write_run(results: Path, name: str, *words: str, state: str | None = "finished", rows: Any = ()) -> RunFolder:
@@ -44,7 +52,6 @@ def test_summary_of_a_finished_run(tmp_path: Path) -> None:
         id="one",
         task="a4",
         model="lstm",
-        seed=3,
         state="finished",
         training_length=4,
         accuracy=0.9,
@@ -107,10 +114,26 @@ def test_curve_is_ascending_and_says_what_it_is_of(tmp_path: Path) -> None:
     run = write_run(tmp_path, "run", "seed=2", rows=[row(16, 0.5), row(2, 1.0), row(4, 0.9)])
     curve = read_curve(run)
     assert [item["length"] for item in curve.rows] == [2, 4, 16]
-    assert (curve.task, curve.model, curve.seed, curve.training_length) == ("a4", "lstm", 2, 4)
+    assert (curve.task, curve.model, curve.seed) == ("a4", "lstm", 2)
     later = tmp_path / "later.jsonl"
     later.write_text(json.dumps(row(32, 0.1)) + "\n")
     assert [item["length"] for item in read_curve(run, later).rows] == [32]
+
+
+def test_curve_says_how_far_training_went_and_what_chance_is(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "run", rows=[full_row(n, 0.5) for n in (16, 2, 4)])
+    assert read_curve(run).trained_to == 4
+    assert read_curve(run).chance == 1 / 12
+    never = [{**full_row(n, 0.5), "seen_in_training": False} for n in (2, 4)]
+    assert read_curve(write_run(tmp_path, "other", rows=never)).trained_to is None
+
+
+def test_a_line_in_the_middle_that_is_no_json_is_said_not_skipped(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "run", rows=[row(2, 1.0)])
+    run.curve.write_text(run.curve.read_text() + "garbage\n" + json.dumps(row(4, 0.9)) + "\n")
+    assert summarise(run).state == "finished, unreadable curve"
+    with pytest.raises(UserError, match=rf"line 2 of {run.curve} is not JSON"):
+        read_curve(run)
 
 
 def test_runs_are_listed_oldest_first_and_other_folders_left_out(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_resumed_twice_is_the_unbroken_run_to_the_bit(tmp_path: Path, model: str
         tmp_path,
         "training.steps=40",
         "training.warmup_steps=5",
-        "training.evaluate_every=10",
+        "training.evaluate_every=8",
         "training.checkpoint_every=7",
         "task.lengths.mastery=0.1",
         "model.dropout=0.1",
@@ -467,8 +467,10 @@ def test_passes_in_any_order_and_constant_memory(tmp_path: Path) -> None:
 # CASES 37
 
 
-def test_steps_stand_once_after_a_kill_between_checkpoints(tmp_path: Path) -> None:
-    config = tiny(tmp_path, "training.steps=12", "training.checkpoint_every=5", "training.evaluate_every=4")
+@pytest.mark.parametrize("every", [5, 100], ids=["own checkpoint", "checkpoint of the best validation"])
+def test_steps_stand_once_after_a_kill_between_checkpoints(tmp_path: Path, every: int) -> None:
+    words = ["training.steps=12", f"training.checkpoint_every={every}", "training.evaluate_every=4"]
+    config = tiny(tmp_path, *words)
     run = RunFolder.create(config)
     with pytest.raises(Killed):
         sit(run, build(config), Recorder(at_step=kill_at(8)))

@@ -1,0 +1,30 @@
+"""Plain values as text: YAML in which 1e-3 is a number, as it is on Hydra's command line."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from fpexp.errors import UserError
+
+
+def parse_value(text: str, what: str) -> Any:
+    """Parse YAML; a `UserError` in one line begins with `what`."""
+    import yaml
+
+    try:
+        return yaml.load(text, Loader=_loader())  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise UserError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def _loader() -> Any:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.1 asks for a point and a sign in 1.0e-3; YAML 1.2 and people do not."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
+    return Loader
