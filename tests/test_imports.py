@@ -80,7 +80,9 @@ def test_the_reader_sees_imports_at_any_depth(tmp_path: Path) -> None:
 def test_ops_import_shared_types_only() -> None:
     """Arrow 1."""
     for file in room("fpexp.ops"):
-        assert all(under(name, "fpexp.ops", "fpexp.errors", "fpexp.ranges", "fpexp.status") for name in of_project(file)), file
+        assert all(
+            under(name, "fpexp.ops", "fpexp.errors", "fpexp.ranges", "fpexp.status") for name in of_project(file)
+        ), file
 
 
 @pytest.mark.parametrize(("compiler", "stem"), [("triton", "triton"), ("numba", "cpu")])

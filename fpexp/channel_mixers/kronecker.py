@@ -24,8 +24,8 @@ class Kronecker(ChannelMixer):
     K1 is d1 x d1 and K2 is d2 x d2 with d = d1 d2, d1 <= d2 as close as possible. With row-major mat(v) of shape
     (d1, d2), (K1 (x) K2) v = K1 mat(v) K2^T, so `apply` is O(d (d1 + d2)) a token and never builds Q.
 
-    `normalise: spectral` divides U U^T by its largest eigenvalue, estimated by power iteration and held constant in
-    the gradient; `rows` scales each row to unit length.
+    `normalise: spectral` divides U U^T by its largest eigenvalue, whose eigenvector is found by power iteration without
+    gradient; `rows` scales each row to unit length.
     """
 
     def __init__(
@@ -69,18 +69,23 @@ class Kronecker(ChannelMixer):
         if self.normalise == "rows":
             gram = l2norm(gram)
         else:
-            gram = gram / (self._largest_eigenvalue(gram.detach()) + EPSILON)[..., None, None]
+            gram = gram / (self._largest_eigenvalue(gram) + EPSILON)[..., None, None]
         return torch.sigmoid(diagonal).unsqueeze(-1) * gram
 
-    @torch.no_grad()
     def _largest_eigenvalue(self, gram: Tensor) -> Tensor:
+        """v . gram v. Its gradient takes out of that of K what would only scale U, which K does not depend on."""
+        v = self._top_eigenvector(gram)
+        return (v * (gram * v.unsqueeze(-2)).sum(-1)).sum(-1)
+
+    @torch.no_grad()
+    def _top_eigenvector(self, gram: Tensor) -> Tensor:
         """Power iteration from the column of the largest diagonal entry, which the top eigenvector overlaps."""
         column = gram.diagonal(dim1=-2, dim2=-1).argmax(-1)
         index = column[..., None, None].expand(*gram.shape[:-1], 1)
         v = functional.normalize(gram.gather(-1, index).squeeze(-1), dim=-1, eps=TINY)
         for _ in range(self.power_iterations):
             v = functional.normalize((gram * v.unsqueeze(-2)).sum(-1), dim=-1, eps=TINY)
-        return (v * (gram * v.unsqueeze(-2)).sum(-1)).sum(-1)
+        return v
 
 
 def _near_square(width: int) -> tuple[int, int]:

@@ -225,8 +225,8 @@ def test_one_step_gradient(mixer: str, gate: str, weight_norm: bool, monkeypatch
 def hold_eigenvalues(mixer: Kronecker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every later call of the power iteration return what the first call for that size returns."""
     constants: dict[int, Tensor] = {}
-    compute = mixer._largest_eigenvalue
-    monkeypatch.setattr(mixer, "_largest_eigenvalue", lambda gram: constants.setdefault(gram.shape[-1], compute(gram)))
+    compute = mixer._top_eigenvector
+    monkeypatch.setattr(mixer, "_top_eigenvector", lambda gram: constants.setdefault(gram.shape[-1], compute(gram)))
 
 
 @torch.no_grad()

@@ -102,7 +102,7 @@ def test_unreadable_config_is_said_not_raised(tmp_path: Path, config: str) -> No
 
 
 def test_a_curve_cut_short_by_a_crash(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "run", rows=[row(4, 0.9)])
+    run = write_run(tmp_path, "run", rows=[full_row(4, 0.9)])
     with open(run.curve, "a") as handle:
         handle.write('{"kind": "curve", "length": 16, "token_acc')
     assert summarise(run).accuracy == 0.9
@@ -111,13 +111,20 @@ def test_a_curve_cut_short_by_a_crash(tmp_path: Path) -> None:
 
 
 def test_curve_is_ascending_and_says_what_it_is_of(tmp_path: Path) -> None:
-    run = write_run(tmp_path, "run", "seed=2", rows=[row(16, 0.5), row(2, 1.0), row(4, 0.9)])
+    run = write_run(tmp_path, "run", "seed=2", rows=[full_row(16, 0.5), full_row(2, 1.0), full_row(4, 0.9)])
     curve = read_curve(run)
     assert [item["length"] for item in curve.rows] == [2, 4, 16]
     assert (curve.task, curve.model, curve.seed) == ("a4", "lstm", 2)
     later = tmp_path / "later.jsonl"
-    later.write_text(json.dumps(row(32, 0.1)) + "\n")
+    later.write_text(json.dumps(full_row(32, 0.1)) + "\n")
     assert [item["length"] for item in read_curve(run, later).rows] == [32]
+
+
+def test_a_curve_with_nothing_but_what_every_line_has(tmp_path: Path) -> None:
+    """Such as one that an earlier version recorded."""
+    curve = read_curve(write_run(tmp_path, "run", rows=[row(4, 0.9), row(2, 1.0)]))
+    assert [item["length"] for item in curve.rows] == [2, 4]
+    assert (curve.trained_to, curve.chance) == (None, None)
 
 
 def test_curve_says_how_far_training_went_and_what_chance_is(tmp_path: Path) -> None:
@@ -161,7 +168,7 @@ print("use", "torch" in sys.modules)
 
 
 def test_reporting_reads_results_without_torch(tmp_path: Path) -> None:
-    write_run(tmp_path, "run", rows=[row(4, 0.9), row(2, 1.0)])
+    write_run(tmp_path, "run", rows=[full_row(4, 0.9), full_row(2, 1.0)])
     answer = run_python(REPORTING, tmp_path)
     assert answer.code == 0, answer.err
     assert "import False" in answer.out
