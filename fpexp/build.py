@@ -13,7 +13,7 @@ import torch
 
 from fpexp.config.run import RunConfig
 from fpexp.config.schema import Component
-from fpexp.errors import UserError
+from fpexp.errors import FpexpError, UserError
 from fpexp.fixed_point import Auto, Schedule, Solver
 from fpexp.models import LanguageModel
 from fpexp.randomness import seeded
@@ -90,7 +90,10 @@ def make(component: Component, **available: Any) -> Any:
     missing = [name for name in wanted if name not in available]
     if missing:
         raise UserError(f"{component.target} asks for {', '.join(missing)}, which is not to be had here")
-    return target(**{name: available[name] for name in wanted}, **_arguments(component.settings))
+    try:
+        return target(**{name: available[name] for name in wanted}, **_arguments(component.settings))
+    except SystemExit as error:
+        raise FpexpError(f"{component.target} ended the process with exit code {error.code}") from error
 
 
 def _arguments(settings: Mapping[str, Any]) -> dict[str, Any]:

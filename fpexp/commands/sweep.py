@@ -12,13 +12,14 @@ from typing import Any
 
 from fpexp.commands.arguments import take
 from fpexp.config.catalogue import conf_dir
-from fpexp.config.compose import CONFIG_NAME, compose_jobs, from_hydra, permissive
+from fpexp.config.compose import CONFIG_NAME, compose_jobs, from_hydra, permissive, with_own_sweep
 from fpexp.config.run import RunConfig
 from fpexp.errors import FpexpError, Interrupted, UserError
 from fpexp.reporting.figures import draw_curves
 from fpexp.reporting.store import read_curve
 from fpexp.run_folder import RunFolder, all_runs, make_unique, write_json
 from fpexp.tracking.console import print_table
+from fpexp.tracking.watchers import trackers
 
 DONE = ("finished", "done before")
 
@@ -38,6 +39,7 @@ def run(words: list[str]) -> int:
     for key in ("resume", "config"):
         if take(words, key)[0] is not None:
             raise UserError(f"{key}= and -m do not go together; a sweep run again resumes what is missing")
+    words = with_own_sweep(words)
     configs = compose_jobs(words)
     _check_builds(configs)
     folder = _sweep_folder(Path(configs[0].results_dir))
@@ -60,7 +62,10 @@ def run_job(hydra_config: Any) -> None:
 
     context = HydraConfig.get()
     folder = Path(context.runtime.output_dir)
-    record: dict[str, Any] = {"number": context.job.num, "overrides": list(context.overrides.task)}
+    record: dict[str, Any] = {
+        "number": context.job.num,
+        "overrides": [word.lstrip("+") for word in context.overrides.task],
+    }
     began = time.monotonic()
     signum = None
     try:
@@ -87,7 +92,6 @@ def run_job(hydra_config: Any) -> None:
 def _train(config: RunConfig, words: list[str]) -> tuple[str, RunFolder]:
     """Run a job, or go on with it, or find that it is done: a job is known by its settled config."""
     from fpexp.build import settle
-    from fpexp.commands.train import trackers
     from fpexp.run import resume_run, start_run
 
     earlier = [] if config.sweep.rerun else _runs_of(settle(config)[0])

@@ -6,9 +6,7 @@ from fpexp.commands.arguments import take
 from fpexp.config.run import RunConfig, read_config
 from fpexp.errors import UserError
 from fpexp.run_folder import RunFolder
-from fpexp.tracking.console import ConsoleTracker
-from fpexp.tracking.jsonl import JsonlTracker
-from fpexp.tracking.tracker import Tracker, Trackers
+from fpexp.tracking.watchers import trackers
 
 MOVABLE = ("device", "threads", "tracking")
 """What may change when a run is resumed: where it runs and who watches, nothing that decides its numbers."""
@@ -43,16 +41,6 @@ def read_run_config(words: list[str]) -> RunConfig:
     from fpexp.config.compose import compose
 
     return compose(words)
-
-
-def trackers(config: RunConfig) -> Tracker:
-    """Return everything that watches a run."""
-    watching: list[Tracker] = [JsonlTracker(), ConsoleTracker()]
-    if config.tracking.wandb:
-        from fpexp.tracking.wandb import WandbTracker
-
-        watching.append(WandbTracker())
-    return Trackers(watching)
 
 
 def _resume(run_id: str, words: list[str]) -> int:

@@ -50,29 +50,30 @@ def compose(arguments: Sequence[str]) -> RunConfig:
 
 def compose_jobs(arguments: Sequence[str]) -> list[RunConfig]:
     """Compose and check every job of a multirun, in the order in which Hydra runs them."""
-    overrides = parse_overrides(arguments)
-    plain = [override for override in overrides if not override.is_sweep_override()]
-    swept = {override.get_key_element(): override for override in overrides if override.is_sweep_override()}
-    _, hydra = _compose([*plain, *_first_values(swept.values())])
-    given = {override.get_key_element() for override in overrides}
-    params: dict[str, Override] = {}
-    for override in parse_overrides([f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]):
-        if override.get_key_element() not in given:
-            params[override.get_key_element()] = override
-    swept = {**params, **swept}
-    choices_of_each = [
-        [f"{key}={value}" for value in override.sweep_string_iterator()]
+    overrides = parse_overrides(with_own_sweep(arguments))
+    alternatives = [
+        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
         if override.is_sweep_override()
         else [str(override.input_line)]
-        for key, override in swept.items()
+        for override in overrides
     ]
-    combinations = itertools.product(*choices_of_each)
-    return [_compose([*plain, *parse_overrides(combination)])[0] for combination in combinations]
+    return [_compose(parse_overrides(words))[0] for words in itertools.product(*alternatives)]
+
+
+def with_own_sweep(arguments: Sequence[str]) -> list[str]:
+    """Return the words with what the experiment sweeps over by itself in front, unless they set the same keys."""
+    overrides = parse_overrides(arguments)
+    plain = [override for override in overrides if not override.is_sweep_override()]
+    swept = [override for override in overrides if override.is_sweep_override()]
+    _, hydra = _compose([*plain, *_first_values(swept)])
+    given = {str(override.key_or_group) for override in overrides}
+    own = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items() if key not in given]
+    return [*own, *arguments]
 
 
 def permissive(arguments: Sequence[str]) -> list[str]:
-    """Return the words with plain values forced in, as `compose` does, for Hydra's own multirun."""
-    return [_force(override) for override in parse_overrides(arguments)]
+    """Return the words of a whole sweep for Hydra's multirun, with plain values forced in as `compose` does."""
+    return [*(_force(override) for override in parse_overrides(arguments)), "hydra.sweeper.params=null"]
 
 
 def _first_values(overrides: Iterable[Override]) -> list[Override]:

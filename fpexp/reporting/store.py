@@ -67,13 +67,13 @@ def read_curve(run: RunFolder, path: Path | None = None) -> Curve:
     if config is None:
         raise UserError(f"cannot read {run.path / 'config.yaml'}")
     rows = sorted(read_rows(path or run.curve), key=lambda row: row["length"])
-    seen = [row["length"] for row in rows if row["seen_in_training"]]
+    seen = [row["length"] for row in rows if row.get("seen_in_training")]
     return Curve(
         task=config["choices"]["task"],
         model=config["choices"]["model"],
         seed=config["seed"],
         trained_to=max(seen, default=None),
-        chance=rows[0]["chance"] if rows else None,
+        chance=rows[0].get("chance") if rows else None,
         rows=rows,
     )
 

@@ -105,8 +105,9 @@ def prune(folder: Path, keep: int) -> None:
     for path in list(_newest_first(folder))[keep:]:
         if step_of(path) != best:
             path.unlink()
-    for path in folder.glob(".*.partial"):
-        path.unlink()
+    for pattern in (".*.partial", ".tmp*"):  # ours, and safetensors' own
+        for path in folder.glob(pattern):
+            path.unlink()
 
 
 def mark_best(folder: Path, step: int, accuracy: float) -> None:

@@ -296,3 +296,11 @@ def test_a_run_that_ends_itself_while_it_is_built_is_no_success(
         except SystemExit as error:
             code = error.code
         assert code not in (0, None)
+
+
+def test_an_experiment_that_sweeps_gives_way_to_the_command_line(cli: CommandLine) -> None:
+    """reference_a4 has three models and three seeds; what is given takes their place, it does not multiply them."""
+    answer = cli("train", "-m", "experiment=reference_a4", "model=lstm", "seed=0,1", *TINY)
+    assert answer.code == 0
+    assert "2 of 2 jobs are done" in answer.out
+    assert [run.config().seed for run in cli.runs()] == [0, 1]
