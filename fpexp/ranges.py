@@ -34,6 +34,7 @@ class Range:
 
 
 Count = Annotated[int, Range(1)]
+Depth = Annotated[int, Range(1, 1024)]
 CountOrZero = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(0)]

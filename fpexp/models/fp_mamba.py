@@ -20,7 +20,7 @@ from fpexp.models.lm import LanguageModel, ResidualBlock, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
 from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings, SweepTerms, sweep
 from fpexp.ops.selective_scan import selective_scan
-from fpexp.ranges import Count, CountOrZero, Positive, Probability
+from fpexp.ranges import Count, CountOrZero, Depth, Positive, Probability
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -381,7 +381,7 @@ def fp_mamba(
     *,
     channel_mixer: Callable[[int], ChannelMixer],
     d_model: Count,
-    layers: Count,
+    layers: Depth,
     expand: Positive,
     state_size: Count,
     dt_rank: Count | None,

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from fpexp.fixed_point import Cap, SolveResult
 from fpexp.models.lm import LanguageModel, SequenceLayer
-from fpexp.ranges import Count, Probability
+from fpexp.ranges import Count, Depth, Probability
 
 
 class LSTMLayers(SequenceLayer):
@@ -22,6 +22,6 @@ class LSTMLayers(SequenceLayer):
         return self.lstm(u)[0], ()
 
 
-def lstm(vocabulary_size: int, *, d_model: Count, layers: Count, expand: Count, dropout: Probability) -> LanguageModel:
+def lstm(vocabulary_size: int, *, d_model: Count, layers: Depth, expand: Count, dropout: Probability) -> LanguageModel:
     """Return an LSTM language model with hidden size `expand * d_model`."""
     return LanguageModel(vocabulary_size, d_model, [LSTMLayers(d_model, expand * d_model, layers, dropout)], dropout)
