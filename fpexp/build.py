@@ -68,6 +68,9 @@ def check(config: RunConfig) -> Experiment:
         task.check_length(length, f"evaluation.lengths[{index}]")
     schedule: Schedule = make(config.schedule)
     solver: Solver = make(config.solver)
+    for part, name, component in ((task, "sample", config.task), (schedule, "training_cap", config.schedule)):
+        _expect(part, name, component)
+    _expect(solver, "solve", config.solver)
     if schedule.caps_training and not solver.whole_sequence and _uses_solver(config.model):
         raise UserError(
             f"schedule={config.choices.schedule} caps whole-sequence iterations, which the sequential solver does not "
@@ -79,7 +82,9 @@ def check(config: RunConfig) -> Experiment:
 
 
 def _make_model(config: RunConfig, task: Task) -> LanguageModel:
-    model: LanguageModel = make(config.model, vocabulary_size=task.vocabulary_size, solver=make(config.solver))
+    model = make(config.model, vocabulary_size=task.vocabulary_size, solver=make(config.solver))
+    if not isinstance(model, LanguageModel):
+        raise UserError(f"{config.model.target} must return a fpexp.models.LanguageModel, not {type(model).__name__}")
     return model
 
 
@@ -113,6 +118,11 @@ def _given_by_builder(target: Callable[..., Any]) -> list[str]:
     ]
 
 
+def _expect(part: object, method: str, component: Component) -> None:
+    if not hasattr(part, method):
+        raise UserError(f"{component.target} stands in the wrong place: it has no method '{method}'")
+
+
 def _uses_solver(model: Component) -> bool:
     return "solver" in _given_by_builder(model.resolve())
 
@@ -124,5 +134,7 @@ def _check_device(device: str) -> None:
         raise UserError(f"unknown device '{device}' (auto, cpu, cuda, cuda:<n>)") from error
     if parsed.type not in ("cpu", "cuda"):
         raise UserError(f"device={device} is not supported (auto, cpu, cuda, cuda:<n>)")
+    if parsed.type == "cpu" and device != "cpu":
+        raise UserError(f"device={device}: a CPU has no number; use device=cpu")
     if parsed.type == "cuda" and (parsed.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device={device}: this machine has {torch.cuda.device_count()} CUDA devices; use device=cpu")

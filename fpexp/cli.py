@@ -38,6 +38,8 @@ exit codes: 0 done, 1 failure, 2 a mistake in what was asked for, 130 Ctrl-C, 14
 def main(argv: list[str] | None = None) -> int:
     """Run one command; errors become one line on stderr and an exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a model or task of one's own beside the run, as with python -m
     try:
         return _dispatch(arguments)
     except Interrupted as error:

@@ -30,10 +30,10 @@ class Range:
             "at most": self.maximum,
             "below": self.below,
         }
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        return " and ".join(f"{word} {bound:.12g}" for word, bound in bounds.items() if bound is not None)
 
 
-Count = Annotated[int, Range(1)]
+Count = Annotated[int, Range(1, 2**31 - 1)]
 Depth = Annotated[int, Range(1, 1024)]
 CountOrZero = Annotated[int, Range(0)]
 Positive = Annotated[float, Range(above=0)]

@@ -53,7 +53,7 @@ def _build(config: RunConfig) -> Experiment:
         experiment = build(config)
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            raise FpexpError(_reason(error, config)) from error
+            raise FpexpError("out of memory while building the model; lower model.d_model or model.layers") from error
         raise
     notes = apply_settings(experiment.config)
     return dataclasses.replace(experiment, notes=(*experiment.notes, *notes))
@@ -93,7 +93,8 @@ def _measure(
     measured = {row["length"] for row in read_rows(run.curve)}
     missing = [length for length in settings.lengths if length not in measured]
     if missing:
-        for row in length_curve(experiment, missing, settings.samples, trainer.lengths.drawn, interruption.check):
+        rows = length_curve(experiment, missing, settings.samples, trainer.lengths.drawn)
+        for row in interruption.between(rows):
             tracker.log({"kind": "curve", "step": trainer.progress.step, **row})
     try:
         draw_curves([read_curve(run)], run.path / "curve.png")

@@ -15,6 +15,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,7 +43,8 @@ class RunFolder:
     def create(cls, config: RunConfig) -> RunFolder:
         """Make a new folder with the config in it; the id says task, model, seed and time and never collides."""
         choices = config.choices
-        stem = f"{choices.task}-{choices.model}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        names = "-".join(re.sub(r"[^\w.]+", "_", name)[:40] for name in (choices.task, choices.model))
+        stem = f"{names}-seed{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         runs = Path(config.results_dir) / "runs"
         try:
             runs.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,7 @@ def _measure(loaded: LoadedRun, chosen: dict[str, Any]) -> tuple[list[dict[str, 
     drawn = {int(length): int(count) for length, count in loaded.state["lengths"]["drawn"]}
     rows = []
     with Interruption() as interruption:
-        for row in length_curve(experiment, settings.lengths, settings.samples, drawn, interruption.check):
+        for row in interruption.between(length_curve(experiment, settings.lengths, settings.samples, drawn)):
             append_row(partial, {"kind": "curve", "step": loaded.state["step"], **row})
             rows.append(row)
     partial.rename(whole)

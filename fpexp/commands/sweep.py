@@ -43,7 +43,7 @@ def run(words: list[str]) -> int:
     configs = compose_jobs(words)
     _check_builds(configs)
     folder = _sweep_folder(Path(configs[0].results_dir))
-    arguments, sys.argv = sys.argv, ["fpexp", "--multirun", *permissive(words), f"hydra.sweep.dir='{folder}'"]
+    arguments, sys.argv = sys.argv, ["fpexp", "--multirun", *permissive(words), f"hydra.sweep.dir='{_escaped(folder)}'"]
     signum = None
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=CONFIG_NAME)(run_job)()
@@ -132,6 +132,11 @@ def _sweep_folder(results_dir: Path) -> Path:
         return make_unique(sweeps, time.strftime("%Y%m%d-%H%M%S")).resolve()
     except OSError as error:
         raise UserError(f"cannot write to results_dir={results_dir}: {error.strerror}") from error
+
+
+def _escaped(folder: Path) -> str:
+    """Return a path as it stands between single quotes in Hydra's grammar."""
+    return str(folder).replace("\\", "\\\\").replace("'", "\\'")
 
 
 def _jobs(folder: Path) -> list[dict[str, Any]]:

@@ -15,8 +15,10 @@ With -m, comma-separated values make one run each: fpexp train -m task=a4 model=
 
 groups:
 {groups}
-top-level keys, with their defaults (conf/config.yaml):
-{keys}"""
+keys, with their defaults (??? is set by the scale):
+{keys}
+
+The keys of a task, model, solver or schedule stand in its file, with reasons: {conf}/<group>/<choice>.yaml"""
 
 EVALUATE = """\
 usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=1024] [batch_size=256]
@@ -53,7 +55,7 @@ def describe(command: str) -> str:
     for group in GROUPS:
         groups.append(f"  {group}")
         groups += [f"    {name:<16} {text}" for name, text in choices(group).items()]
-    return TRAIN.format(groups="\n".join(groups), keys=_top_level_keys())
+    return TRAIN.format(groups="\n".join(groups), keys=_top_level_keys(), conf=conf_dir())
 
 
 def _top_level_keys() -> str:

@@ -34,7 +34,7 @@ class Training:
     """Optimiser steps, AdamW (Loshchilov and Hutter 2019), its learning-rate schedule, and when to look and save."""
 
     steps: Count
-    batch_size: Count  # sequences a step
+    batch_size: Annotated[int, Range(1, 2**20)]  # sequences a step
     accumulation: Count  # micro-batches that a batch is split into
     lr: Positive
     weight_decay: NonNegative
@@ -103,7 +103,7 @@ class RunConfig:
     choices: Choices
     device: Annotated[str, "auto, cpu, cuda or cuda:<n>"]
     precision: Literal["auto", "float32", "bfloat16", "float64"]
-    threads: CountOrZero  # 0: torch's own choice
+    threads: Annotated[int, Range(0, 1024)]  # 0: torch's own choice
     seed: Annotated[int, Range(0, maximum=2**31 - 1)]
     deterministic: bool
     results_dir: str
@@ -133,6 +133,8 @@ class RunConfig:
 
 
 def _cross_check(config: RunConfig) -> None:
+    if not config.results_dir.strip():
+        raise UserError("results_dir is empty; name a folder, such as results_dir=results")
     if not config.evaluation.lengths:
         raise UserError("evaluation.lengths=[] is empty: name at least one length, such as evaluation.lengths=[16]")
     training = config.training
@@ -164,7 +166,7 @@ def read_config(path: Path) -> RunConfig:
         raise UserError(f"cannot read the config {path}: it is not text") from error
     try:
         raw = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raw = parse_value(text, f"{path} is neither YAML nor JSON")
     if not isinstance(raw, Mapping):
         raise UserError(f"{path} holds no config: expected keys such as 'task' and 'model'")

@@ -43,8 +43,9 @@ def resolve_target(name: str, key: str) -> Callable[..., Any]:
         raise UserError(f"{key}: {name!r} is not a dotted name such as 'my_package.my_module.MyModel'")
     try:
         target = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"{key}: cannot import {name!r}: {error}") from error
+    except Exception as error:  # whatever a module of the user's does while it is imported
+        first = next(iter(str(error).splitlines()), "")
+        raise UserError(f"{key}: cannot import {name!r}: {type(error).__name__}: {first}") from error
     if not callable(target):
         raise UserError(f"{key}: {name!r} cannot be called")
     return typing.cast(Callable[..., Any], target)
@@ -72,7 +73,7 @@ class Checker:
     """Checks one raw tree. `root` is kept whole, so that a misplaced key can be pointed to where it belongs."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self.leaves = list(_leaf_keys(root))
+        self.leaves = [key for key in _leaf_keys(root) if not key.startswith("choices.")]
 
     def check(self, annotation: Any, value: Any, key: str) -> Any:
         """Return `value` as the annotated type; raise a `UserError` that begins with the full key."""
@@ -101,7 +102,10 @@ class Checker:
         name = mapping.get(TARGET)
         if not isinstance(name, str):
             raise UserError(f"{key}.{TARGET} must name what to build, such as 'fpexp.models.fp_mamba'")
-        parameters = settings_of(resolve_target(name, f"{key}.{TARGET}"))
+        try:
+            parameters = settings_of(resolve_target(name, f"{key}.{TARGET}"))
+        except (NameError, TypeError, ValueError) as error:
+            raise UserError(f"{key}.{TARGET}: cannot read the parameters of {name!r}: {error}") from error
         given = {field: item for field, item in mapping.items() if field != TARGET}
         required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty]
         self._check_names(given, parameters, required, key)
@@ -197,7 +201,7 @@ def _key(field: dataclasses.Field[Any]) -> str:
 
 
 def _scalar(annotation: Any, value: Any, key: str) -> Any:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**1000
     if annotation is int and number and math.isfinite(value) and value == int(value):
         return int(value)
     if annotation is float and number and math.isfinite(value):

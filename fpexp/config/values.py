@@ -14,7 +14,7 @@ def parse_value(text: str, what: str) -> Any:
 
     try:
         return yaml.load(text, Loader=_loader())  # a SafeLoader
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none, !!int abc
         raise UserError(f"{what}: {' '.join(str(error).split())}") from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,24 +14,19 @@ from fpexp.models import ModelOutput
 from fpexp.randomness import generator
 from fpexp.tasks import Batch, Task
 
-Check = Callable[[], None]
-"""Called between batches; raises to interrupt."""
-
 
 @torch.no_grad()
-def evaluate_length(
-    experiment: Experiment, length: int, samples: int, split: str, check: Check, index: int = 0
-) -> dict[str, Any]:
+def evaluate_length(experiment: Experiment, length: int, samples: int, split: str, index: int = 0) -> dict[str, Any]:
     """Return the accuracies and solver statistics over `samples` fresh sequences of one length."""
     accuracy, statistics = Accuracy(), LayerStatistics()
-    for batch, output in _forward(experiment, length, samples, split, check, index):
+    for batch, output in _forward(experiment, length, samples, split, index):
         accuracy.add(output.logits, batch.targets)
         statistics.add(output.solves)
     return {"length": length, **accuracy.summary(), **statistics.summary()}
 
 
 def length_curve(
-    experiment: Experiment, lengths: Sequence[int], samples: int, drawn: dict[int, int], check: Check
+    experiment: Experiment, lengths: Sequence[int], samples: int, drawn: dict[int, int]
 ) -> Iterator[dict[str, Any]]:
     """Yield one row for each length, in ascending order.
 
@@ -41,9 +36,9 @@ def length_curve(
     lengths = sorted(set(lengths))
     one_pass = experiment.task.prefixes_are_samples and not experiment.model.iterations_depend_on_length
     if one_pass:
-        rows: Iterator[dict[str, Any]] = iter(_prefix_rows(experiment, lengths, samples, check))
+        rows: Iterator[dict[str, Any]] = iter(_prefix_rows(experiment, lengths, samples))
     else:
-        rows = (evaluate_length(experiment, n, samples, "test", check, index=n) for n in lengths)
+        rows = (evaluate_length(experiment, n, samples, "test", index=n) for n in lengths)
     for row in rows:
         count = _holding(experiment.task, drawn, row["length"])
         yield {
@@ -56,9 +51,9 @@ def length_curve(
 
 
 @torch.no_grad()
-def _prefix_rows(experiment: Experiment, lengths: Sequence[int], samples: int, check: Check) -> list[dict[str, Any]]:
+def _prefix_rows(experiment: Experiment, lengths: Sequence[int], samples: int) -> list[dict[str, Any]]:
     sums = {length: (Accuracy(), LayerStatistics()) for length in lengths}
-    for batch, output in _forward(experiment, lengths[-1], samples, "test", check, index=0):
+    for batch, output in _forward(experiment, lengths[-1], samples, "test", index=0):
         for length, (accuracy, statistics) in sums.items():
             tokens = experiment.task.input_length(length)
             accuracy.add(output.logits[:, :tokens], batch.targets[:, :tokens])
@@ -72,7 +67,7 @@ def _holding(task: Task, drawn: dict[int, int], length: int) -> int:
 
 
 def _forward(
-    experiment: Experiment, length: int, samples: int, split: str, check: Check, index: int
+    experiment: Experiment, length: int, samples: int, split: str, index: int
 ) -> Iterator[tuple[Batch, ModelOutput]]:
     """Yield batches and what the model, in evaluation mode, says of them."""
     config, model = experiment.config, experiment.model
@@ -82,7 +77,6 @@ def _forward(
     model.eval()
     try:
         for start in range(0, samples, size):
-            check()
             batch = experiment.task.sample(min(size, samples - start), length, source).to(config.device)
             with autocast(config):
                 output = model(batch.inputs, experiment.schedule.evaluation_cap(), batch.mask)

@@ -163,7 +163,8 @@ class Trainer:
         """Measure at the training length."""
         step = self.progress.step
         samples = self.experiment.config.evaluation.validation_samples
-        row = evaluate_length(self.experiment, self.lengths.policy.max, samples, "validation", self.interruption.check)
+        with self.interruption.at_once():
+            row = evaluate_length(self.experiment, self.lengths.policy.max, samples, "validation")
         accuracy, goal = row["sequence_accuracy"], self.config.stop_at_accuracy
         best = accuracy > self.progress.best_accuracy
         self.progress.validated_at = step

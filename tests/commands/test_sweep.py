@@ -196,7 +196,7 @@ def test_a_sweep_without_failure(cli: CommandLine) -> None:
 def test_an_experiment_sweeps_what_it_names(cli: CommandLine) -> None:
     answer = cli("train", "-m", "experiment=demo_a4", *TINY)
     assert answer.code == 0, answer.err
-    assert [run.config().choices.model for run in cli.runs()] == ["fp_mamba_h", "lstm"]
+    assert [run.config().choices.model for run in cli.runs()] == ["fp_mamba_k", "lstm"]
     assert {run.config().choices.experiment for run in cli.runs()} == {"demo_a4"}
 
 
@@ -234,7 +234,7 @@ def test_a_sweep_goes_on_with_an_interrupted_run(cli: CommandLine) -> None:
 def test_a_signal_in_a_job_stops_the_sweep(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
 ) -> None:
-    monkeypatch.setattr("fpexp.commands.train.trackers", lambda config: Recorder(at_step=stop_at(2, signum)))
+    monkeypatch.setattr("fpexp.commands.sweep.trackers", lambda config: Recorder(at_step=stop_at(2, signum)))
     answer = cli("train", "-m", "task=a4", "model=lstm", "seed=0,1", *TINY)
     assert answer.code == 128 + signum
     assert "0 of 2 jobs are done" in answer.out

@@ -86,9 +86,9 @@ def test_every_experiment_composes_and_builds_every_job(experiment: str) -> None
 
 
 def test_demo_is_fp_mamba_against_the_lstm_and_can_be_changed() -> None:
-    assert [job.choices.model for job in compose_jobs(["experiment=demo_a4"])] == ["fp_mamba_h", "lstm"]
-    jobs = compose_jobs(["experiment=demo_a4", "model=fp_mamba_k", "seed=0,1,2"])
-    assert [(job.choices.model, job.seed) for job in jobs] == [("fp_mamba_k", seed) for seed in (0, 1, 2)]
+    assert [job.choices.model for job in compose_jobs(["experiment=demo_a4"])] == ["fp_mamba_k", "lstm"]
+    jobs = compose_jobs(["experiment=demo_a4", "model=fp_mamba_h", "seed=0,1,2"])
+    assert [(job.choices.model, job.seed) for job in jobs] == [("fp_mamba_h", seed) for seed in (0, 1, 2)]
     assert compose(["experiment=demo_a4"]).choices.task == "a4"
 
 

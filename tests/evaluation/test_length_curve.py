@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from runs import Recorder, sit, tiny
+from torch import Tensor
 
 from fpexp.build import Experiment, build
 from fpexp.errors import Interrupted
 from fpexp.evaluation.length_curve import evaluate_length, length_curve
 from fpexp.evaluation.metrics import Accuracy, LayerStatistics
 from fpexp.models import ModelOutput
+from fpexp.models.fp_mamba import FPMambaProblem
 from fpexp.randomness import generator
 from fpexp.run import resume_run, start_run
 from fpexp.run_folder import RunFolder, read_rows
 from fpexp.tasks import IGNORE
-
-
-def never() -> None:
-    """No interruption."""
+from fpexp.training.interruption import Interruption
 
 
 def experiment_of(tmp_path: Path, *words: str, model: str = "lstm") -> Experiment:
@@ -33,7 +31,7 @@ def experiment_of(tmp_path: Path, *words: str, model: str = "lstm") -> Experimen
 
 
 def curve(experiment: Experiment, lengths: list[int], drawn: dict[int, int] | None = None) -> list[dict[str, Any]]:
-    return list(length_curve(experiment, lengths, experiment.config.evaluation.samples, drawn or {}, never))
+    return list(length_curve(experiment, lengths, experiment.config.evaluation.samples, drawn or {}))
 
 
 def shapes_of_forwards(experiment: Experiment) -> list[tuple[int, int]]:
@@ -95,7 +93,7 @@ def test_picard_runs_each_length_by_itself(tmp_path: Path) -> None:
     assert shapes == [(6, 2), (6, 3), (6, 5)]
     assert [row["length"] for row in rows] == [2, 3, 5]
     for row in rows:
-        alone = evaluate_length(experiment, row["length"], 6, "test", never, index=row["length"])
+        alone = evaluate_length(experiment, row["length"], 6, "test", index=row["length"])
         assert {name: row[name] for name in alone} == alone
 
 
@@ -191,7 +189,7 @@ def test_measuring_leaves_no_trace(tmp_path: Path) -> None:
 
 def test_validation_and_test_are_other_samples(tmp_path: Path) -> None:
     experiment = experiment_of(tmp_path, "evaluation.samples=64")
-    rows = [evaluate_length(experiment, 4, 64, split, never)["loss"] for split in ("validation", "test")]
+    rows = [evaluate_length(experiment, 4, 64, split)["loss"] for split in ("validation", "test")]
     assert rows[0] != rows[1]
 
 
@@ -212,24 +210,32 @@ def test_no_position_is_scored_past_its_length(tmp_path: Path) -> None:
 # Streaming
 
 
-def interrupt_after(count: int) -> Callable[[], None]:
-    calls = itertools.count(1)
-
-    def check() -> None:
-        if next(calls) > count:
-            raise Interrupted(signal.SIGTERM)
-
-    return check
-
-
-def test_rows_come_one_by_one_where_each_length_runs_by_itself(tmp_path: Path) -> None:
+def test_rows_come_one_by_one_where_each_length_runs_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal ends a length in the middle of a batch, keeps the rows before it and leaves the model as it was."""
     experiment = experiment_of(tmp_path, "solver=picard", "evaluation.batch_size=4", model="fp_mamba_h")
-    rows: Iterator[dict[str, Any]] = length_curve(experiment, [2, 3, 4], 8, {}, interrupt_after(5))
-    assert next(rows)["length"] == 2
-    assert next(rows)["length"] == 3
-    with pytest.raises(Interrupted):
-        next(rows)
+    evaluate = FPMambaProblem.evaluate
+
+    def evaluate_and_stop(problem: FPMambaProblem, y: Tensor) -> Tensor:
+        if problem.length == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(problem, y)
+
+    monkeypatch.setattr(FPMambaProblem, "evaluate", evaluate_and_stop)
+    with Interruption() as interruption:
+        rows = interruption.between(length_curve(experiment, [2, 3, 4], 8, {}))
+        assert [next(rows)["length"], next(rows)["length"]] == [2, 3]
+        with pytest.raises(Interrupted):
+            next(rows)
     assert experiment.model.training
+
+
+def test_a_signal_between_the_rows_waits_for_what_is_done_with_them() -> None:
+    with Interruption() as interruption:
+        rows = interruption.between(iter([1, 2]))
+        assert next(rows) == 1
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            next(rows)
 
 
 def test_interrupted_curve_keeps_its_rows_and_measures_the_missing_ones(tmp_path: Path) -> None:

@@ -24,8 +24,6 @@ def row(length: int, token: float) -> dict[str, Any]:
         "token_accuracy": token,
         "last_token_accuracy": token / 2,
         "sequence_accuracy": token / 4,
-        "seen_in_training": length <= 4,
-        "chance": 1 / 12,
         "n": 8,
     }
 
