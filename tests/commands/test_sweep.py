@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 from pathlib import Path
 from typing import Any
@@ -304,3 +305,11 @@ def test_an_experiment_that_sweeps_gives_way_to_the_command_line(cli: CommandLin
     assert answer.code == 0
     assert "2 of 2 jobs are done" in answer.out
     assert [run.config().seed for run in cli.runs()] == [0, 1]
+
+
+def test_a_sweep_leaves_loggers_as_they_were(cli: CommandLine) -> None:
+    """Hydra's `disabled` logging would silence every logger of the process, and with it what kernels have to say."""
+    logger = logging.getLogger("fpexp.ops.backend")
+    assert cli("train", "-m", "task=a4", "model=lstm", *TINY).code == 0
+    assert not logger.disabled
+    assert logger.isEnabledFor(logging.WARNING)
