@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Literal, ParamSpec, Self, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
-from fpexp.channel_mixers.base import ChannelMixer, l2norm
+from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, Solver, SolveResult, one_step
+from fpexp.models.fp_mamba_problem import FPMambaProblem, State, plus
 from fpexp.models.lm import LanguageModel, ResidualBlock, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
-from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings, SweepTerms, sweep
-from fpexp.ops.selective_scan import selective_scan
 from fpexp.ranges import Count, CountOrZero, Depth, Positive, Probability
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -35,25 +30,6 @@ class Dependence:
     b: bool
     c: bool
     gate: bool
-
-
-@dataclass(frozen=True)
-class State:
-    """What the past leaves behind: `y` (B, 1, d) of the last token and `H` (B, d, N)."""
-
-    y: Tensor
-    H: Tensor
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Everything of f that is known before y_t, for each token: see `FPMambaLayer`."""
-
-    factors: tuple[Tensor, ...]
-    delta: Tensor
-    b: Tensor
-    c: Tensor
-    gate: Tensor | None  # silu(z + W_zs s) where the gate stands inside the loop
 
 
 class FPMambaLayer(SequenceLayer):
@@ -138,7 +114,7 @@ class FPMambaLayer(SequenceLayer):
         result = self.solver.solve(problem, cap, training=self.training)
         y = one_step(problem, result)
         if not self.gate_inside:
-            z = _plus(problem.z, functional.linear(problem.previous(y), problem.gate_weight))
+            z = plus(problem.z, functional.linear(problem.previous(y), problem.gate_weight))
             y = functional.silu(z) * y
         return self.out_projection(y), (result,)
 
@@ -154,7 +130,10 @@ class FPMambaLayer(SequenceLayer):
             state = State(y=zeros[:, None, :, 0], H=zeros)
         loop_weight, gate_weight = self.s_weight.split([sum(self.loop_sizes), self.outer_gate_size])
         return FPMambaProblem(
-            layer=self,
+            channel_mixer=self.channel_mixer,
+            norm=self.norm,
+            gate_inside=self.gate_inside,
+            loop_sizes=self.loop_sizes,
             x=x.to(state.H.dtype),
             z=z,
             coefficients=coefficients + self.mixer_bias,
@@ -162,217 +141,12 @@ class FPMambaLayer(SequenceLayer):
             c=c,
             delta=self.dt_projection(dt),
             A=-self.A_log.exp(),
+            D=self.D,
             loop_weight=loop_weight.to(dt.dtype),
             gate_weight=gate_weight,
             state=state,
             mask=mask,
         )
-
-
-def _full_precision(method: Callable[P, R]) -> Callable[P, R]:
-    """Keep autocast out of a method of `FPMambaProblem`; the product with s alone is in the projections' type."""
-
-    @functools.wraps(method)
-    def in_full_precision(*arguments: P.args, **named: P.kwargs) -> R:
-        problem = cast(FPMambaProblem, arguments[0])
-        with torch.autocast(problem.x.device.type, enabled=False):
-            return method(*arguments, **named)
-
-    return in_full_precision
-
-
-@dataclass(frozen=True)
-class FPMambaProblem:
-    """The fixed-point problem of one layer and input; a token's problem is the same on a slice of time.
-
-    `x`, `z` (B, T, d), `coefficients`, `b`, `c` and `delta` (before the softplus) are what x contributes;
-    `loop_weight` (sum of loop_sizes, d), in the type of the projections, stacks the matrices on s inside the loop, for
-    mixer, b, c, lambda and gate; `gate_weight` is W_zs where the gate stands outside. A dependence that is off has no
-    rows.
-    """
-
-    layer: FPMambaLayer
-    x: Tensor
-    z: Tensor
-    coefficients: Tensor
-    b: Tensor
-    c: Tensor
-    delta: Tensor
-    A: Tensor
-    loop_weight: Tensor
-    gate_weight: Tensor
-    state: State
-    mask: Tensor | None
-
-    @property
-    def length(self) -> int:
-        """Number of tokens T."""
-        return self.x.shape[1]
-
-    def start(self) -> Tensor:
-        """Return zeros (B, T, d)."""
-        return torch.zeros_like(self.x)
-
-    def previous(self, y: Tensor) -> Tensor:
-        """Return s, (B, T, d): y one token earlier, with the carried token in front."""
-        return torch.cat([self.state.y, y[:, :-1]], dim=1)
-
-    @_full_precision
-    def evaluate(self, y: Tensor) -> Tensor:
-        """Return f(y), (B, T, d)."""
-        terms = self.terms(self.previous(y))
-        mixed = self.mix(terms, y)
-        output, _ = selective_scan(mixed, terms.delta, self.A, terms.b, terms.c, self.layer.D, self.state.H)
-        return self.normalise(terms, output)
-
-    def select(self, rows: Tensor) -> Self:
-        """Return the problem of the sequences `rows` alone."""
-        return self._map(lambda tensor: tensor[rows], State(self.state.y[rows], self.state.H[rows]))
-
-    def initial_state(self) -> State:
-        """Return the state before the first token."""
-        return self.state
-
-    @_full_precision
-    def token_problem(self, t: int, state: State) -> TokenProblem:
-        """Return the equation of token t, given the state before it."""
-        token = self._map(lambda tensor: tensor[:, t : t + 1], state)
-        return TokenProblem.of(token)
-
-    @_full_precision
-    def evaluate_token(self, token: TokenProblem, y: Tensor) -> Tensor:
-        """Return the token map at y, (B, 1, d)."""
-        return self.normalise(token.terms, token.base + token.g * self.mix(token.terms, y))
-
-    def sweep(self, settings: SweepSettings) -> SweepResult | None:
-        """Solve all tokens by a fused kernel, where there is one for this mixer and device."""
-        layer, norm = self.layer, self.layer.norm
-        terms = SweepTerms(
-            x=self.x,
-            coefficients=self.coefficients,
-            b=self.b,
-            c=self.c,
-            delta=self.delta,
-            z=self.z if layer.gate_inside else None,
-            A=self.A,
-            D=layer.D,
-            weight=self.loop_weight,
-            weight_sizes=layer.loop_sizes,
-            norm=None if norm is None else (norm.weight, norm.bias, norm.eps),
-            y=self.state.y,
-            H=self.state.H,
-            mask=self.mask,
-        )
-        return sweep(terms, layer.channel_mixer.form, settings)
-
-    @_full_precision
-    def advance(self, token: TokenProblem, y: Tensor) -> State:
-        """Return the state after a token whose equation y (B, 1, d) solves."""
-        terms = token.terms
-        write = terms.delta * token.whole.mix(terms, y)
-        return State(y, torch.addcmul(token.decayed, write.mT, terms.b))
-
-    def terms(self, s: Tensor) -> Terms:
-        """Return what the tokens' equations have as constants, given s (B, T, d)."""
-        dtype, z = self.x.dtype, self.z
-        x_parts = (self.coefficients, self.b, self.c, self.delta)
-        coefficients, b, c, delta = x_parts
-        if self.loop_weight.shape[0]:
-            s_parts = functional.linear(s.to(self.loop_weight.dtype), self.loop_weight).split(
-                self.layer.loop_sizes, dim=-1
-            )
-            *updated, z_part = (_plus(x, part) for x, part in zip((*x_parts, z), s_parts, strict=True))
-            (coefficients, b, c, delta), z = updated, z_part
-        return Terms(
-            factors=self.layer.channel_mixer.factors(coefficients.to(dtype)),
-            delta=functional.softplus(delta.to(dtype)),
-            b=l2norm(b.to(dtype)),
-            c=l2norm(c.to(dtype)),
-            gate=functional.silu(z.to(dtype)) if self.layer.gate_inside else None,
-        )
-
-    def mix(self, terms: Terms, y: Tensor) -> Tensor:
-        """Return Q (x - y) + y."""
-        return self.layer.channel_mixer.apply(terms.factors, self.x - y) + y
-
-    def normalise(self, terms: Terms, output: Tensor) -> Tensor:
-        """Return the norm of the gated scan output."""
-        if terms.gate is not None:
-            output = terms.gate * output
-        return output if self.layer.norm is None else self.layer.norm(output)
-
-    def _map(self, slice_: Callable[[Tensor], Tensor], state: State) -> Self:
-        return replace(
-            self,
-            x=slice_(self.x),
-            z=slice_(self.z),
-            coefficients=slice_(self.coefficients),
-            b=slice_(self.b),
-            c=slice_(self.c),
-            delta=slice_(self.delta),
-            state=state,
-            mask=None if self.mask is None else slice_(self.mask),
-        )
-
-
-@dataclass(frozen=True)
-class TokenProblem:
-    """y_t = norm(base + g * (Q_t (x_t - y_t) + y_t)): one token, (B, 1, d), with its past summed up in `base`.
-
-    decayed = exp(Delta_t A) * H_{t-1} (B, d, N), base = decayed c_t, g = (b_t . c_t) Delta_t + D.
-    """
-
-    whole: FPMambaProblem
-    terms: Terms
-    decayed: Tensor
-    base: Tensor
-    g: Tensor
-
-    @classmethod
-    def of(cls, token: FPMambaProblem) -> Self:
-        """Build from a problem of length one."""
-        terms = token.terms(token.state.y)
-        decayed = torch.exp(terms.delta.mT * token.A) * token.state.H
-        base = (decayed @ terms.c.mT).mT
-        g = (terms.b * terms.c).sum(-1, keepdim=True) * terms.delta + token.layer.D
-        return cls(token, terms, decayed, base, g)
-
-    @property
-    def mask(self) -> Tensor | None:
-        """(B, 1), true where the token is real."""
-        return self.whole.mask
-
-    def start(self) -> Tensor:
-        """Return zeros (B, 1, d)."""
-        return self.whole.start()
-
-    def evaluate(self, y: Tensor) -> Tensor:
-        """Return the token map at y, (B, 1, d)."""
-        return self.whole.evaluate_token(self, y)
-
-    def select(self, rows: Tensor) -> Self:
-        """Return the equations of the sequences `rows` alone."""
-        terms = self.terms
-        selected = Terms(
-            factors=tuple(factor[rows] for factor in terms.factors),
-            delta=terms.delta[rows],
-            b=terms.b[rows],
-            c=terms.c[rows],
-            gate=None if terms.gate is None else terms.gate[rows],
-        )
-        return replace(
-            self,
-            whole=self.whole.select(rows),
-            terms=selected,
-            decayed=self.decayed[rows],
-            base=self.base[rows],
-            g=self.g[rows],
-        )
-
-
-def _plus(x_part: Tensor, s_part: Tensor) -> Tensor:
-    """Add what s contributes; an empty `s_part` is a dependence that is off."""
-    return x_part + s_part if s_part.shape[-1] else x_part
 
 
 def fp_mamba(

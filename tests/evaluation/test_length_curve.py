@@ -18,7 +18,7 @@ from fpexp.errors import Interrupted
 from fpexp.evaluation.length_curve import evaluate_length, length_curve
 from fpexp.evaluation.metrics import Accuracy, LayerStatistics
 from fpexp.models import ModelOutput
-from fpexp.models.fp_mamba import FPMambaProblem
+from fpexp.models.fp_mamba_problem import FPMambaProblem
 from fpexp.randomness import generator
 from fpexp.run import resume_run, start_run
 from fpexp.run_folder import RunFolder, read_rows

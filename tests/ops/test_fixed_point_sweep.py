@@ -13,7 +13,8 @@ from torch.testing import assert_close
 from fpexp.channel_mixers import Householder
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, Sequential, SolveResult, Status
-from fpexp.models.fp_mamba import Dependence, FPMambaLayer, FPMambaProblem
+from fpexp.models.fp_mamba import Dependence, FPMambaLayer
+from fpexp.models.fp_mamba_problem import FPMambaProblem
 
 SWITCHES = [Dependence(*on) for on in itertools.product([False, True], repeat=5)]
 

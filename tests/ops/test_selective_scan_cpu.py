@@ -388,7 +388,7 @@ def test_no_second_derivative_by_mistake() -> None:
 
 
 def use_backend(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    module = importlib.import_module("fpexp.models.fp_mamba")  # the package has a function of this name
+    module = importlib.import_module("fpexp.models.fp_mamba_problem")
     monkeypatch.setattr(module, "selective_scan", functools.partial(selective_scan, backend=backend))
 
 
