@@ -76,9 +76,10 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 
 
 def make_layer(
-    mixer: str,
+    mixer: str | ChannelMixer,
     solver: Solver,
     *,
+    state_size: int = 3,
     dependence: Dependence = NOTHING,
     gate: str = "outside",
     norm: str = "none",
@@ -87,19 +88,21 @@ def make_layer(
     contracting: bool = True,
     seed: int = 0,
 ) -> FPMambaLayer:
-    """A float64 layer, d_model 4, width 6, state size 3, with every parameter away from its special initial value.
+    """A float64 layer, d_model 4, with every parameter away from its special initial value; a named mixer has width 6.
 
     `contracting`: a_max 0.5, D and norm so small that the token map contracts.
     """
+    if isinstance(mixer, str):
+        mixer = MIXERS[mixer](6, 0.5 if contracting else 2.0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layer = FPMambaLayer(
             d_model=4,
-            width=6,
-            state_size=3,
+            width=mixer.width,
+            state_size=state_size,
             dt_rank=2,
             conv_width=conv_width,
-            channel_mixer=MIXERS[mixer](6, 0.5 if contracting else 2.0),
+            channel_mixer=mixer,
             solver=solver,
             dependence=dependence,
             gate=gate,
@@ -155,7 +158,7 @@ def oracle_arguments(layer: FPMambaLayer, u: Tensor) -> dict[str, Any]:
     parts = np.split(x @ to_numpy(layer.x_projection.weight).T, np.cumsum(layer.x_sizes)[:-1], axis=-1)
     coefficients, b, c, dt = parts
     coefficients = coefficients + to_numpy(layer.mixer_bias)
-    blocks = np.split(to_numpy(layer.s_weight), np.cumsum(layer.loop_sizes))
+    blocks = np.split(to_numpy(layer.s_weight), np.cumsum(layer.columns.from_s))
     W_ps, W_bs, W_cs, W_ls, W_zs = (block if len(block) else None for block in blocks[:5])
     norm = layer.norm
     return {

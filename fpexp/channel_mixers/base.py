@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fpexp.ops.fixed_point_sweep import MixerForm
+from fpexp.ops.mixers import MixerForm
 
 EPSILON = 1e-6
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from torch import Tensor
 
 from fpexp.channel_mixers.base import LowRank
-from fpexp.ops.fixed_point_sweep import MixerForm
+from fpexp.ops.mixers import MixerForm
 from fpexp.ranges import Count, Range
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from fpexp.channel_mixers.base import EPSILON, ChannelMixer, l2norm
 from fpexp.errors import UserError
-from fpexp.ops.fixed_point_sweep import MixerForm
+from fpexp.ops.mixers import MixerForm
 from fpexp.ranges import Count, Range
 
 TINY = 1e-15

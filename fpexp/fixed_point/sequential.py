@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -47,7 +48,8 @@ class Sequential:
         if self.backend != "reference" and isinstance(problem, Sweepable):
             swept = problem.sweep(self._sweep_settings())
             if swept is not None:
-                return TokenRecord(swept.iterations, swept.residual, swept.status).result(swept.value)
+                record = TokenRecord(swept.iterations, swept.residual, swept.status)
+                return replace(record.result(swept.value), known=swept.known)
         if self.backend == "cpu":
             raise UserError("solver.backend=cpu: no fused sweep for this model here; use solver.backend=auto")
         return self._solve_tokens(problem)

@@ -24,7 +24,8 @@ class SolveResult:
 
     `value` (B, T, d) is the iterate that `residual` (B,) was measured at; `status` (B,) holds `Status` codes, and a
     NaN residual is never CONVERGED. `iterations` (B,) counts whole-sequence evaluations of f, or, for the sequential
-    solver, the largest number of evaluations that one token of the sequence took; `tokens` then has them all.
+    solver, the largest number of evaluations that one token of the sequence took; `tokens` then has them all. `known`
+    is what the problem's own sweep has left for `evaluate`, so that it need not compute it again.
     """
 
     value: Tensor
@@ -32,6 +33,7 @@ class SolveResult:
     residual: Tensor
     status: Tensor
     tokens: TokenRecord | None = None
+    known: Any = None
 
     def prefix(self, length: int) -> SolveResult:
         """Return what the same solver finds on the first `length` tokens; needs `tokens`."""
@@ -105,6 +107,10 @@ class Sweepable(Protocol):
 
     def sweep(self, settings: SweepSettings) -> SweepResult | None:
         """Solve all tokens in order; None where no kernel knows this problem on this machine."""
+        ...
+
+    def evaluate(self, y: Tensor, known: Any = None) -> Tensor:
+        """Return f(y), (B, T, d), where `known` is what a sweep that ended at y has left."""
         ...
 
 

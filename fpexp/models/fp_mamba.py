@@ -18,6 +18,7 @@ from fpexp.fixed_point import Cap, Solver, SolveResult, one_step
 from fpexp.models.fp_mamba_problem import FPMambaProblem, State, plus
 from fpexp.models.lm import LanguageModel, ResidualBlock, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
+from fpexp.ops.mixers import Columns
 from fpexp.ranges import Count, CountOrZero, Depth, Positive, Probability
 
 
@@ -73,18 +74,21 @@ class FPMambaLayer(SequenceLayer):
         mixer_size = channel_mixer.coefficient_size
         self.x_sizes = (mixer_size, state_size, state_size, dt_rank)
         gate_size = width if dependence.gate else 0
-        self.loop_sizes = (
-            mixer_size if dependence.Q else 0,
-            state_size if dependence.b else 0,
-            state_size if dependence.c else 0,
-            width if dependence.lambda_ else 0,
-            gate_size if self.gate_inside else 0,
+        self.columns = Columns(
+            sizes=(mixer_size, state_size, state_size, width, width if self.gate_inside else 0),
+            from_s=(
+                mixer_size if dependence.Q else 0,
+                state_size if dependence.b else 0,
+                state_size if dependence.c else 0,
+                width if dependence.lambda_ else 0,
+                gate_size if self.gate_inside else 0,
+            ),
         )
         self.outer_gate_size = 0 if self.gate_inside else gate_size
         self.in_projection = nn.Linear(d_model, 2 * width, bias=False)
         self.convolution = ShortConvolution(width, conv_width) if conv_width else None
         self.x_projection = nn.Linear(width, sum(self.x_sizes), bias=False)
-        self.s_weight = nn.Parameter(torch.empty(sum(self.loop_sizes) + self.outer_gate_size, width))
+        self.s_weight = nn.Parameter(torch.empty(sum(self.columns.from_s) + self.outer_gate_size, width))
         self.mixer_bias = nn.Parameter(torch.zeros(mixer_size))
         self.dt_projection = nn.Linear(dt_rank, width)
         self.A_log = nn.Parameter(torch.arange(1.0, state_size + 1).log().repeat(width, 1))
@@ -124,22 +128,21 @@ class FPMambaLayer(SequenceLayer):
         if self.convolution is not None:
             x = self.convolution(x)
         coefficients, b, c, dt = self.x_projection(x).split(self.x_sizes, dim=-1)
+        parts = [coefficients + self.mixer_bias, b, c, self.dt_projection(dt)]
+        if self.gate_inside:
+            parts.append(z)
         if state is None:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             zeros = x.new_zeros(x.shape[0], self.width, self.state_size, dtype=dtype)
             state = State(y=zeros[:, None, :, 0], H=zeros)
-        loop_weight, gate_weight = self.s_weight.split([sum(self.loop_sizes), self.outer_gate_size])
+        loop_weight, gate_weight = self.s_weight.split([sum(self.columns.from_s), self.outer_gate_size])
         return FPMambaProblem(
             channel_mixer=self.channel_mixer,
             norm=self.norm,
-            gate_inside=self.gate_inside,
-            loop_sizes=self.loop_sizes,
+            columns=self.columns,
             x=x.to(state.H.dtype),
             z=z,
-            coefficients=coefficients + self.mixer_bias,
-            b=b,
-            c=c,
-            delta=self.dt_projection(dt),
+            from_x=torch.cat(parts, dim=-1),
             A=-self.A_log.exp(),
             D=self.D,
             loop_weight=loop_weight.to(dt.dtype),

@@ -13,7 +13,9 @@ from torch.nn import functional
 
 from fpexp.channel_mixers.base import ChannelMixer, l2norm
 from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings, SweepTerms, sweep
+from fpexp.ops.mixers import Columns, KnownTokens, MixedTokens
 from fpexp.ops.selective_scan import selective_scan
+from fpexp.ops.token_mixing import mix_tokens
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,22 +56,18 @@ def _full_precision(method: Callable[P, R]) -> Callable[P, R]:
 class FPMambaProblem:
     """The fixed-point problem of one layer and input; a token's problem is the same on a slice of time.
 
-    `x`, `z` (B, T, d), `coefficients`, `b`, `c` and `delta` (before the softplus) are what x contributes;
-    `loop_weight` (sum of loop_sizes, d), in the type of the projections, stacks the matrices on s inside the loop, for
-    mixer, b, c, lambda and gate; `gate_weight` is W_zs where the gate stands outside. A dependence that is off has no
-    rows.
+    `from_x` (B, T, .) is what x contributes to mixer coefficients, b, c, delta (before the softplus) and, where the
+    gate stands inside the loop, z: one tensor, shared out by `columns`. `loop_weight`, in the type of the projections,
+    stacks the matrices on s in the same order; a dependence that is off has no rows. Of a gate outside the loop, `z`
+    (B, T, d) is x's part and `gate_weight` the matrix on s.
     """
 
     channel_mixer: ChannelMixer
     norm: nn.LayerNorm | None
-    gate_inside: bool
-    loop_sizes: tuple[int, ...]
+    columns: Columns
     x: Tensor
     z: Tensor
-    coefficients: Tensor
-    b: Tensor
-    c: Tensor
-    delta: Tensor
+    from_x: Tensor
     A: Tensor
     D: Tensor
     loop_weight: Tensor
@@ -91,12 +89,20 @@ class FPMambaProblem:
         return torch.cat([self.state.y, y[:, :-1]], dim=1)
 
     @_full_precision
-    def evaluate(self, y: Tensor) -> Tensor:
-        """Return f(y), (B, T, d)."""
-        terms = self.terms(self.previous(y))
-        mixed = self.mix(terms, y)
-        output, _ = selective_scan(mixed, terms.delta, self.A, terms.b, terms.c, self.D, self.state.H)
-        return self.normalise(terms, output)
+    def evaluate(self, y: Tensor, known: KnownTokens | None = None) -> Tensor:
+        """Return f(y), (B, T, d); `known` is what a sweep that ended at y has found."""
+        tokens = self.mix_tokens(y, known)
+        output, _ = selective_scan(tokens.mixed, tokens.delta, self.A, tokens.b, tokens.c, self.D, self.state.H)
+        return self.normalise(tokens.gate, output)
+
+    def mix_tokens(self, y: Tensor, known: KnownTokens | None = None) -> MixedTokens:
+        """Return all that the scan takes, at y (B, T, d)."""
+        s, form = self.previous(y), self.channel_mixer.form
+        fused = mix_tokens(self.from_x, s, self.loop_weight, self.x, y, self.columns, form, known)
+        if fused is not None:
+            return fused
+        terms = self.terms(s)
+        return MixedTokens(self.mix(terms, y), terms.delta, terms.b, terms.c, terms.gate)
 
     def select(self, rows: Tensor) -> Self:
         """Return the problem of the sequences `rows` alone."""
@@ -115,26 +121,23 @@ class FPMambaProblem:
     @_full_precision
     def evaluate_token(self, token: TokenProblem, y: Tensor) -> Tensor:
         """Return the token map at y, (B, 1, d)."""
-        return self.normalise(token.terms, token.base + token.g * self.mix(token.terms, y))
+        return self.normalise(token.terms.gate, token.base + token.g * self.mix(token.terms, y))
 
     def sweep(self, settings: SweepSettings) -> SweepResult | None:
         """Solve all tokens by a fused kernel, where there is one for this mixer and device."""
         norm = self.norm
         terms = SweepTerms(
             x=self.x,
-            coefficients=self.coefficients,
-            b=self.b,
-            c=self.c,
-            delta=self.delta,
-            z=self.z if self.gate_inside else None,
+            from_x=self.from_x,
+            columns=self.columns,
             A=self.A,
             D=self.D,
             weight=self.loop_weight,
-            weight_sizes=self.loop_sizes,
             norm=None if norm is None else (norm.weight, norm.bias, norm.eps),
             y=self.state.y,
             H=self.state.H,
             mask=self.mask,
+            keep=self.mask is None and self.from_x.requires_grad,
         )
         return sweep(terms, self.channel_mixer.form, settings)
 
@@ -147,29 +150,27 @@ class FPMambaProblem:
 
     def terms(self, s: Tensor) -> Terms:
         """Return what the tokens' equations have as constants, given s (B, T, d)."""
-        dtype, z = self.x.dtype, self.z
-        x_parts = (self.coefficients, self.b, self.c, self.delta)
-        coefficients, b, c, delta = x_parts
-        if self.loop_weight.shape[0]:
-            s_parts = functional.linear(s.to(self.loop_weight.dtype), self.loop_weight).split(self.loop_sizes, dim=-1)
-            *updated, z_part = (plus(x, part) for x, part in zip((*x_parts, z), s_parts, strict=True))
-            (coefficients, b, c, delta), z = updated, z_part
+        x_parts = self.from_x.split(self.columns.sizes, dim=-1)
+        from_s = functional.linear(s.to(self.loop_weight.dtype), self.loop_weight)
+        s_parts = from_s.split(self.columns.from_s, dim=-1)
+        parts = [plus(x, part).to(self.x.dtype) for x, part in zip(x_parts, s_parts, strict=True)]
+        coefficients, b, c, delta, z = parts
         return Terms(
-            factors=self.channel_mixer.factors(coefficients.to(dtype)),
-            delta=functional.softplus(delta.to(dtype)),
-            b=l2norm(b.to(dtype)),
-            c=l2norm(c.to(dtype)),
-            gate=functional.silu(z.to(dtype)) if self.gate_inside else None,
+            factors=self.channel_mixer.factors(coefficients),
+            delta=functional.softplus(delta),
+            b=l2norm(b),
+            c=l2norm(c),
+            gate=functional.silu(z) if z.shape[-1] else None,
         )
 
     def mix(self, terms: Terms, y: Tensor) -> Tensor:
         """Return Q (x - y) + y."""
         return self.channel_mixer.apply(terms.factors, self.x - y) + y
 
-    def normalise(self, terms: Terms, output: Tensor) -> Tensor:
+    def normalise(self, gate: Tensor | None, output: Tensor) -> Tensor:
         """Return the norm of the gated scan output."""
-        if terms.gate is not None:
-            output = terms.gate * output
+        if gate is not None:
+            output = gate * output
         return output if self.norm is None else self.norm(output)
 
     def _map(self, slice_: Callable[[Tensor], Tensor], state: State) -> Self:
@@ -177,10 +178,7 @@ class FPMambaProblem:
             self,
             x=slice_(self.x),
             z=slice_(self.z),
-            coefficients=slice_(self.coefficients),
-            b=slice_(self.b),
-            c=slice_(self.c),
-            delta=slice_(self.delta),
+            from_x=slice_(self.from_x),
             state=state,
             mask=None if self.mask is None else slice_(self.mask),
         )

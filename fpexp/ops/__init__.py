@@ -1,4 +1,4 @@
-"""Scans and sweeps, one folder each: `reference.py` is the truth, other backends are tested against it."""
+"""Scans and sweeps, one folder each, and what their kernels share (`mixers`, `simd`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from fpexp.ops.backend import choose
 
-OPS = ("fixed_point_sweep", "selective_scan")
+OPS = ("fixed_point_sweep", "selective_scan", "token_mixing")
 
 
 def backends() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,13 +23,14 @@ class Kernel:
     """A compiled loop over independent tasks, `function(first, last, *arguments)`; `jit` is numba's `njit`.
 
     The machine code is kept on disk (NUMBA_CACHE_DIR, __pycache__ beside the source or the user's cache folder).
-    Where none of them can be written, every process compiles for itself, and says so.
+    It is compiled anew when a file of `fpexp.ops` changes. Where no folder can be written, every process compiles for
+    itself, and says so.
     """
 
     def __init__(self, jit: Callable[..., Any], function: Callable[..., None], **options: Any) -> None:
         self._compile_in_memory = lambda: jit(**options)(function)
         try:
-            self._compiled = jit(cache=True, **options)(function)
+            self._compiled = _stamp(jit(cache=True, **options)(function))
         except RuntimeError:  # numba's "no locator available"
             self._give_up_cache("no folder that can be written")
 
@@ -74,6 +76,14 @@ class Kernel:
             "set NUMBA_CACHE_DIR to a folder with some space that can be written"
         )
         self._compiled = self._compile_in_memory()
+
+
+def _stamp(compiled: Any) -> Any:
+    """Let what is cached be valid for all that kernels are made of: numba looks at the kernel's own file alone."""
+    if hasattr(compiled, "_cache"):
+        sources = [file.stat() for file in sorted(Path(__file__).parent.rglob("*.py"))]
+        compiled._cache._cache_file._source_stamp = tuple((stat.st_mtime, stat.st_size) for stat in sources)
+    return compiled
 
 
 _pools: list[ThreadPoolExecutor] = []

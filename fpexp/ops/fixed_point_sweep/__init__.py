@@ -7,26 +7,11 @@ B * T * d * N.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor
 
 from fpexp.ops.backend import choose, say_once
-
-
-@dataclass(frozen=True)
-class MixerForm:
-    """A channel mixer as the kernels know it: how its coefficients define Q.
-
-    `sizes` is (rank, 0) for householder and dplr and (d1, d2) for kronecker; `rows` and `power_iterations` say how a
-    Kronecker factor is normalised.
-    """
-
-    kind: Literal["householder", "dplr", "kronecker"]
-    sizes: tuple[int, int]
-    a_max: float
-    rows: bool = False
-    power_iterations: int = 0
+from fpexp.ops.mixers import Columns, KnownTokens, MixerForm
 
 
 @dataclass(frozen=True)
@@ -46,26 +31,23 @@ class SweepSettings:
 class SweepTerms:
     """What x contributes to the token equations, and the weights on s_t = y_{t-1}.
 
-    `x` (B, T, d); `coefficients` (B, T, C); `b`, `c` (B, T, N); `delta` (B, T, d) before the softplus; `z` (B, T, d)
-    where the gate stands inside the loop, else None. `weight` stacks the matrices on s (rows, d) for coefficients, b,
-    c, delta and z, `weight_sizes` rows each, 0 where that dependence is off. `A` (d, N), `D` (d). `norm` is the weight,
-    bias (d) and epsilon of a LayerNorm, or None. The state before the first token is `y` (B, 1, d) and `H` (B, d, N).
+    `x` (B, T, d); `from_x` (B, T, sum of columns.sizes), delta in it before the softplus. `weight` (sum of
+    columns.from_s, d) stacks the matrices on s. `A` (d, N), `D` (d). `norm` is the weight, bias (d) and epsilon of a
+    LayerNorm, or None. The state before the first token is `y` (B, 1, d) and `H` (B, d, N). `mask` (B, T) is true at
+    real tokens; None: all are. `keep`: the result has `known`, for the evaluation that follows.
     """
 
     x: Tensor
-    coefficients: Tensor
-    b: Tensor
-    c: Tensor
-    delta: Tensor
-    z: Tensor | None
+    from_x: Tensor
+    columns: Columns
     A: Tensor
     D: Tensor
     weight: Tensor
-    weight_sizes: tuple[int, ...]
     norm: tuple[Tensor, Tensor, float] | None
     y: Tensor
     H: Tensor
     mask: Tensor | None
+    keep: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,6 +59,7 @@ class SweepResult:
     residual: Tensor
     status: Tensor
     H: Tensor
+    known: KnownTokens | None = None
 
 
 def sweep(terms: SweepTerms, form: MixerForm | None, settings: SweepSettings) -> SweepResult | None:

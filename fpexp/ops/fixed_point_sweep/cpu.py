@@ -1,7 +1,9 @@
-"""The sweep in numba: one pass over time, parallel over sequences, each token iterated in registers and L1.
+"""The sequential sweep in numba: a task takes a few sequences through all their tokens, with no call in between.
 
-For each token one matrix product of torch adds what s contributes; one kernel then builds the mixer, decays the state,
-reads the base off it, iterates the token map to its own end and writes the state.
+Of a token, what s = y_{t-1} contributes is a small matrix product for ROWS sequences at a time, so that a weight that
+is loaded serves all of them. Then each sequence by itself, its state and all else in the first cache: the state decays
+and is read out once, the token's equation is iterated as often as it needs, and what y writes into the state waits for
+the next token's decay. No result depends on the other sequences of a task.
 """
 
 from __future__ import annotations
@@ -9,26 +11,54 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic, overload
+from numba import njit
+from torch import Tensor
 from torch.nn import functional
 
-from fpexp.ops.fixed_point_sweep import MixerForm, SweepResult, SweepSettings, SweepTerms
+from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings, SweepTerms
 from fpexp.ops.kernel import Kernel
+from fpexp.ops.mixers import KnownTokens, MixedTokens, MixerForm
+from fpexp.ops.mixers.cpu import (
+    Mixer,
+    apply,
+    eigenvector_room,
+    factor_room,
+    keep_eigenvectors,
+    l2normalise,
+    make_factors,
+    place,
+    take,
+    triangle_room,
+)
+from fpexp.ops.simd.cpu import (
+    LANES,
+    absolute,
+    accumulate,
+    aligned,
+    at_least,
+    broadcast,
+    copy,
+    copy_padded,
+    exp,
+    lane_max,
+    lane_sum,
+    load,
+    sigmoid,
+    softplus,
+    spread,
+    store,
+    zeros,
+)
 from fpexp.status import Status
 
-if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
-    raise ImportError("NUMBA_DISABLE_JIT is set: numba does not compile")
+ROWS = 4  # sequences of a task: with PANEL columns, the sums of a product fill the registers
+PANEL = 2 * LANES
 
-_KINDS = {"householder": 0, "dplr": 1, "kronecker": 2}
 _CONVERGED, _CAP_REACHED = int(Status.CONVERGED), int(Status.CAP_REACHED)
 _DIVERGED, _NON_FINITE = int(Status.DIVERGED), int(Status.NON_FINITE)
 _EPSILON = 1e-6
-_TINY = 1e-15
 _STEPS_OF_AN_ITERATION = 64  # inner steps a channel that solving takes beside decaying the state: a rough mean
 
 
@@ -37,387 +67,319 @@ def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepR
     """Solve all tokens in order. float32 and float64; other types are computed in float32."""
     dtype = terms.x.dtype if terms.x.dtype == torch.float64 else torch.float32
     batch, length, width = terms.x.shape
-    parts = [terms.coefficients, terms.b, terms.c, terms.delta] + ([] if terms.z is None else [terms.z])
-    x_parts = torch.cat([part.to(dtype) for part in parts], dim=-1).transpose(0, 1).contiguous()
-    sizes = [part.shape[-1] for part in parts]
-    copies = _column_runs(sizes, terms.weight_sizes)
-    weight = terms.weight.to(dtype).mT
-    x = terms.x.to(dtype).transpose(0, 1).contiguous()
-    A, D = terms.A.to(dtype).contiguous().numpy(), terms.D.to(dtype).contiguous().numpy()
-    norm_weight, norm_bias, norm_epsilon = _norm_arrays(terms, width, dtype)
+    mixer = Mixer.of(form, width)
+    N = terms.A.shape[1]
+    columns = mixer.rows * mixer.padded
     H = terms.H.to(dtype).clone(memory_format=torch.contiguous_format)
-    mask = torch.ones(length, batch, dtype=torch.bool) if terms.mask is None else terms.mask.T.contiguous()
-    value = torch.empty(length, batch, width, dtype=dtype)
-    iterations = torch.empty(length, batch, dtype=torch.long)
-    residual = torch.empty(length, batch, dtype=dtype)
-    status = torch.empty(length, batch, dtype=torch.long)
-    delta_start = sum(sizes[:3])
-    s = terms.y[:, 0].to(dtype)
-    work = batch * width * (A.shape[1] + _STEPS_OF_AN_ITERATION)
-    for t in range(length):
-        p = x_parts[t]
-        if copies:
-            from_s = s @ weight
-            for target, source in copies:
-                p[:, target] += from_s[:, source]
-        p[:, delta_start : delta_start + width] = functional.softplus(p[:, delta_start : delta_start + width])
-        if terms.z is not None:
-            functional.silu(p[:, delta_start + width :], inplace=True)
-        _solve.run(
-            batch,
-            work,
-            _KINDS[form.kind],
-            form.sizes[0],
-            form.sizes[1],
-            form.a_max,
-            form.rows,
-            form.power_iterations,
-            p.numpy(),
-            x[t].numpy(),
-            terms.z is not None,
-            A,
-            D,
-            H.numpy(),
-            terms.norm is not None,
-            norm_weight,
-            norm_bias,
-            norm_epsilon,
-            mask[t].numpy(),
-            settings.tolerance,
-            settings.relative,
-            settings.inner_max_iterations,
-            settings.damping,
-            settings.damping_decay,
-            settings.patience,
-            settings.divergence_limit,
-            value[t].numpy(),
-            iterations[t].numpy(),
-            residual[t].numpy(),
-            status[t].numpy(),
-        )
-        s = value[t]
-    return SweepResult(
-        value.transpose(0, 1).contiguous(),
-        iterations.T.contiguous(),
-        residual.T.contiguous(),
-        status.T.contiguous(),
-        H,
+    mask = torch.ones(batch, length, dtype=torch.bool) if terms.mask is None else terms.mask.contiguous()
+    value = torch.empty(batch, length, width, dtype=dtype)
+    iterations, status = (torch.empty(batch, length, dtype=torch.long) for _ in range(2))
+    residual = torch.empty(batch, length, dtype=dtype)
+    norm_weight, norm_bias, norm_epsilon = terms.norm or (terms.D, terms.D, 0.0)
+    spread_rows = [_padded_rows(vector.to(dtype), mixer) for vector in (terms.D, norm_weight, norm_bias)]
+    A = _padded_rows(terms.A.to(dtype).T, mixer).view(N, columns // LANES, LANES).transpose(0, 1)
+    groups = -(-batch // ROWS)
+    known = _room_to_keep(terms, mixer, dtype) if terms.keep else None
+    _sweep.run(
+        groups,
+        terms.x.numel() * (N + _STEPS_OF_AN_ITERATION),
+        mixer,
+        (batch, length, N),
+        (terms.norm is not None, float(norm_epsilon)),
+        (settings.tolerance, settings.relative, settings.inner_max_iterations, settings.divergence_limit),
+        (settings.damping, settings.damping_decay, settings.patience),
+        _flat(terms.from_x.to(dtype)),
+        np.array(terms.columns.runs(), dtype=np.int64).reshape(-1, 3),
+        _flat(_panels(terms.weight.to(dtype))),
+        _flat(terms.x.to(dtype)),
+        _flat(A),
+        *map(_flat, spread_rows),
+        _flat(terms.y.to(dtype)),
+        _flat(mask),
+        *map(_flat, (H, value, iterations, residual, status)),
+        terms.keep,
+        *(_flat(H[:0] if tensor is None else tensor) for tensor in _kept(known)),
     )
+    return SweepResult(value, iterations, residual, status, H, known)
 
 
-def _column_runs(sizes: list[int], weight_sizes: tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """Return which columns of x's part each run of columns of s's part is added to."""
-    runs: list[tuple[slice, slice]] = []
-    target = source = 0
-    for size, present in zip(sizes, weight_sizes, strict=False):
-        if present:
-            if runs and runs[-1][0].stop == target:
-                runs[-1] = (slice(runs[-1][0].start, target + size), slice(runs[-1][1].start, source + size))
-            else:
-                runs.append((slice(target, target + size), slice(source, source + size)))
-            source += size
-        target += size
-    return runs
+def _room_to_keep(terms: SweepTerms, mixer: Mixer, dtype: torch.dtype) -> KnownTokens:
+    batch, length, width = terms.x.shape
+    sizes = terms.columns.sizes
+
+    def room(size: int) -> Tensor:
+        return torch.empty(batch, length, size, dtype=dtype)
+
+    tokens = MixedTokens(room(width), room(width), room(sizes[1]), room(sizes[2]), room(sizes[4]))
+    return KnownTokens(tokens, room(sum(terms.columns.from_s)), room(eigenvector_room(mixer)))
 
 
-def _norm_arrays(terms: SweepTerms, width: int, dtype: torch.dtype) -> tuple[Any, Any, float]:
-    if terms.norm is None:
-        return np.ones(width), np.zeros(width), 0.0
-    weight, bias, epsilon = terms.norm
-    return weight.to(dtype).contiguous().numpy(), bias.to(dtype).contiguous().numpy(), epsilon
+def _kept(known: KnownTokens | None) -> tuple[Tensor | None, ...]:
+    return (*known.tokens, known.from_s, known.eigenvectors) if known else (None,) * 7
 
 
-_FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
-"""Sums may be reordered; NaN and infinity keep their meaning."""
+def _flat(tensor: Tensor) -> Any:
+    return tensor.contiguous().view(-1).numpy()
 
 
-def _helper(function: Any) -> Any:
-    """Compile a function that kernels call; its code is part of theirs, and of their cache."""
-    return njit(fastmath=_FASTMATH)(function)
+def _padded_rows(vectors: Tensor, mixer: Mixer) -> Tensor:
+    """(..., d) -> (..., rows * padded)"""
+    rows = vectors.unflatten(-1, (mixer.rows, mixer.columns))
+    return functional.pad(rows, (0, mixer.padded - mixer.columns)).flatten(-2)
 
 
-@intrinsic
-def _float_from_bits(typing_context, bits):
-    def code(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.int32), code
+def _panels(weight: Tensor) -> Tensor:
+    """Return the weights on s (rows, d) as (panels, d, PANEL), padded with zeros."""
+    padded = functional.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
+    return padded.view(-1, PANEL, weight.shape[1]).transpose(1, 2)
 
 
-def _exp(x):
-    """e^x. In float32 by range reduction and a polynomial (Cephes), within 2 ulp, which LLVM turns into SIMD code."""
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_exp)
-def _exp_of_type(x):
-    if x == types.float64:
-        return lambda x: math.exp(x)
-    if x == types.float32:
-        return lambda x: _exp_float32(x)
-    return None
-
-
-@_helper
-def _exp_float32(x):
-    clamped = min(max(x, np.float32(-87.3)), np.float32(88.0))
-    k = np.floor(clamped * np.float32(1.44269504) + np.float32(0.5))
-    r = clamped - k * np.float32(0.693359375)
-    r = r + k * np.float32(2.12194440e-4)
-    p = np.float32(1.9875691500e-4)
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1)
-    value = p * _float_from_bits((np.int32(k) + np.int32(127)) << np.int32(23))  # type: ignore[call-arg]
-    value = np.float32(0) if x < np.float32(-87.3) else value
-    value = np.float32(np.inf) if x > np.float32(88.0) else value
-    return value if x == x else x
-
-
-@_helper
-def _low_rank_factors(p, rank, width, a_max, u, a):
-    """u_i = l2norm(silu(.)), a_i = a_max sigmoid(.)"""
-    one = p.dtype.type(1)
-    for i in range(rank):
-        total = p.dtype.type(0)
-        for j in range(width):
-            v = p[i * width + j]
-            v = v / (one + _exp(-v))
-            u[i, j] = v
-            total += v * v
-        scale = one / np.sqrt(total + p.dtype.type(_EPSILON))
-        for j in range(width):
-            u[i, j] *= scale
-        a[i] = a_max / (one + _exp(-p[rank * width + i]))
-
-
-@_helper
-def _kronecker_factor(p, offset, n, rows, power_iterations, factor):
-    """factor = diag(sigmoid(.)) normalise(U U^T), U upper triangular from silu(.); returns the offset after it."""
-    one, zero, epsilon = p.dtype.type(1), p.dtype.type(0), p.dtype.type(_EPSILON)
-    upper = np.zeros((n, n), p.dtype)
-    entry = offset + n
-    for i in range(n):
-        for j in range(i, n):
-            v = p[entry]
-            upper[i, j] = v / (one + _exp(-v))
-            entry += 1
-    for i in range(n):
-        for j in range(i + 1):
-            total = zero
-            for k in range(i, n):
-                total += upper[i, k] * upper[j, k]
-            factor[i, j] = total
-            factor[j, i] = total
-    if not rows:
-        scale = one / (_largest_eigenvalue(factor, n, power_iterations) + epsilon)
-    for i in range(n):
-        if rows:
-            total = epsilon
-            for j in range(n):
-                total += factor[i, j] * factor[i, j]
-            scale = one / np.sqrt(total)
-        weight = scale / (one + _exp(-p[offset + i]))
-        for j in range(n):
-            factor[i, j] *= weight
-    return entry
-
-
-@_helper
-def _largest_eigenvalue(gram, n, iterations):
-    """Power iteration from the column of the largest diagonal entry."""
-    start = 0
-    for i in range(1, n):
-        if gram[i, i] > gram[start, start]:
-            start = i
-    v = gram[start].copy()
-    product = np.empty_like(v)
-    _normalise(v)
-    for _ in range(iterations):
-        _symmetric_product(gram, v, product, n)
-        v[:] = product
-        _normalise(v)
-    _symmetric_product(gram, v, product, n)
-    total = gram.dtype.type(0)
-    for i in range(n):
-        total += v[i] * product[i]
-    return total
-
-
-@_helper
-def _symmetric_product(gram, v, product, n):
-    product[:] = gram.dtype.type(0)
-    for i in range(n):
-        for j in range(n):
-            product[j] += gram[i, j] * v[i]
-
-
-@_helper
-def _normalise(v):
-    """v / |v|, whatever its scale."""
-    total = v.dtype.type(0)
-    for i in range(v.shape[0]):
-        total += v[i] * v[i]
-    scale = v.dtype.type(1) / max(np.sqrt(total), v.dtype.type(_TINY))
-    for i in range(v.shape[0]):
-        v[i] *= scale
-
-
-@_helper
-def _l2normalise(v):
-    total = v.dtype.type(_EPSILON)
-    for i in range(v.shape[0]):
-        total += v[i] * v[i]
-    scale = v.dtype.type(1) / np.sqrt(total)
-    for i in range(v.shape[0]):
-        v[i] *= scale
-
-
-@_helper
-def _mix(kind, u, a, k1, k2t, a_max, v, scratch):
-    """v <- Q v, in place."""
-    zero = v.dtype.type(0)
-    width = v.shape[0]
-    if kind == 0:
-        for i in range(u.shape[0] - 1, -1, -1):
-            overlap = zero
-            for j in range(width):
-                overlap += u[i, j] * v[j]
-            overlap *= a[i]
-            for j in range(width):
-                v[j] -= overlap * u[i, j]
-    elif kind == 1:
-        scratch[:] = v
-        for i in range(u.shape[0]):
-            overlap = zero
-            for j in range(width):
-                overlap += u[i, j] * scratch[j]
-            overlap *= a[i]
-            for j in range(width):
-                v[j] -= overlap * u[i, j]
-    else:
-        d1, d2 = k1.shape[0], k2t.shape[0]
-        scratch[:] = zero
-        for i in range(d1):
-            for k in range(d1):
-                weight = k1[i, k]
-                for j in range(d2):
-                    scratch[i * d2 + j] += weight * v[k * d2 + j]
-        for i in range(d1):
-            for k in range(d2):
-                weight = a_max * scratch[i * d2 + k]
-                for j in range(d2):
-                    v[i * d2 + j] -= weight * k2t[k, j]
-
-
-def _solve_tokens(
-    first, last,
-    kind, size1, size2, a_max_, rows, power_iterations, p, x, gated, A, D, H, normed, norm_weight, norm_bias,
-    norm_epsilon, mask, tolerance, relative, cap, damping, damping_decay, patience, limit, value, iterations,
-    residual, status,
-):  # fmt: skip
-    width = x.shape[1]
-    N = A.shape[1]
-    real = x.dtype.type
-    one, zero, epsilon = real(1), real(0), real(_EPSILON)
-    a_max = real(a_max_)
-    coefficients = p.shape[1] - 2 * N - width - (width if gated else 0)
-    for sequence in range(first, last):
-        if not mask[sequence]:
-            value[sequence] = zero
-            iterations[sequence], residual[sequence], status[sequence] = 1, zero, _CONVERGED
+@njit(error_model="numpy")
+def _product(s: Any, rows: int, width: int, weight: Any, out: Any, stride: int) -> None:
+    """out (ROWS, stride) = s (rows, width) times the panels of `weight`; unused rows of s count for nothing."""
+    for panel in range(stride // PANEL):
+        start, column = panel * width * PANEL, panel * PANEL
+        if rows == 1:
+            low = high = zeros(load(weight, 0))
+            for k in range(width):
+                low = low + spread(s, k) * load(weight, start + k * PANEL)
+                high = high + spread(s, k) * load(weight, start + k * PANEL + LANES)
+            store(out, column, low)
+            store(out, column + LANES, high)
             continue
-        row, x_t, y = p[sequence], x[sequence], value[sequence]
-        u = np.empty((size1 if kind < 2 else 0, width), x.dtype)
-        a = np.empty(size1 if kind < 2 else 0, x.dtype)
-        k1 = np.empty((size1, size1) if kind == 2 else (0, 0), x.dtype)
-        k2t = np.empty((size2, size2) if kind == 2 else (0, 0), x.dtype)
-        if kind < 2:
-            _low_rank_factors(row, size1, width, a_max, u, a)
-        else:
-            offset = _kronecker_factor(row, 0, size1, rows, power_iterations, k1)
-            k2 = np.empty((size2, size2), x.dtype)
-            _kronecker_factor(row, offset, size2, rows, power_iterations, k2)
-            k2t[:] = k2.T
-        b = row[coefficients : coefficients + N]
-        c = row[coefficients + N : coefficients + 2 * N]
-        _l2normalise(b)
-        _l2normalise(c)
-        delta = row[coefficients + 2 * N : coefficients + 2 * N + width]
-        gate = row[coefficients + 2 * N + width :]
+        a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = zeros(load(weight, 0))
+        for k in range(width):
+            w0, w1 = load(weight, start + k * PANEL), load(weight, start + k * PANEL + LANES)
+            s0, s1 = spread(s, k), spread(s, width + k)
+            s2, s3 = spread(s, 2 * width + k), spread(s, 3 * width + k)
+            a0, a1 = a0 + s0 * w0, a1 + s0 * w1
+            b0, b1 = b0 + s1 * w0, b1 + s1 * w1
+            c0, c1 = c0 + s2 * w0, c1 + s2 * w1
+            d0, d1 = d0 + s3 * w0, d1 + s3 * w1
+        store(out, column, a0)
+        store(out, column + LANES, a1)
+        store(out, stride + column, b0)
+        store(out, stride + column + LANES, b1)
+        store(out, 2 * stride + column, c0)
+        store(out, 2 * stride + column + LANES, c1)
+        store(out, 3 * stride + column, d0)
+        store(out, 3 * stride + column + LANES, d1)
 
-        base = np.empty(width, x.dtype)
-        g = np.empty(width, x.dtype)
-        overlap = zero
+
+@njit(error_model="numpy")
+def _decay_and_read(
+    H: Any, at: int, columns: int, N: int, delta: Any, A: Any, write: Any, b_before: Any, c: Any, base: Any
+) -> None:
+    """H <- exp(delta A) (H + write b_before^T) and base = H c, in tiles (N, LANES)."""
+    for block in range(0, columns, LANES):
+        step, before = load(delta, block), load(write, block)
+        total = zeros(step)
         for n in range(N):
-            overlap += b[n] * c[n]
-        state = H[sequence]
-        for j in range(width):
-            total = zero
-            for n in range(N):
-                h = state[j, n] * _exp(delta[j] * A[j, n])
-                state[j, n] = h
-                total += h * c[n]
-            base[j] = total
-            g[j] = overlap * delta[j] + D[j]
+            i = block * N + n * LANES
+            h = (load(H, at + i) + before * spread(b_before, n)) * exp(step * load(A, i))
+            store(H, at + i, h)
+            total = total + h * spread(c, n)
+        store(base, block, total)
 
-        mixed = np.empty(width, x.dtype)
-        f = np.empty(width, x.dtype)
-        scratch = np.empty(width, x.dtype)
-        y[:] = zero
-        step, best, stalled = real(damping), real(np.inf), 0
-        for iteration in range(1, cap + 1):
-            for j in range(width):
-                mixed[j] = x_t[j] - y[j]
-            _mix(kind, u, a, k1, k2t, a_max, mixed, scratch)
-            total = zero
-            for j in range(width):
-                mixed[j] += y[j]
-                f[j] = base[j] + g[j] * mixed[j]
+
+@njit(error_model="numpy")
+def _iterate(
+    mixer: Any, width: int, norm: Any, stopping: Any, damping: Any, F: Any, x: Any, base: Any, g: Any, gated: bool,
+    gate: Any, lanes: Any, norm_weight: Any, norm_bias: Any, mixed: Any, f: Any, scratch: Any, y: Any,
+) -> tuple[int, float, int]:  # fmt: skip
+    """Solve y = norm(gate (base + g mixed)), mixed = Q (x - y) + y, from 0; iterations, residual and status."""
+    real = x.dtype.type
+    tolerance, relative, cap, limit = stopping
+    damping_start, damping_decay, patience = damping
+    normed, norm_epsilon = norm
+    columns = mixer.rows * mixer.padded
+    step, best, stalled = real(damping_start), real(np.inf), 0
+    for j in range(0, columns, LANES):
+        store(y, j, zeros(load(x, j)))
+    iteration = 0
+    while True:
+        iteration += 1
+        for j in range(0, columns, LANES):
+            store(mixed, j, load(x, j) - load(y, j))
+        apply(mixer, F, mixed, scratch)
+        total = zeros(load(x, 0))
+        for j in range(0, columns, LANES):
+            m = load(mixed, j) + load(y, j)
+            store(mixed, j, m)
+            value = load(base, j) + load(g, j) * m
+            if gated:
+                value = value * load(gate, j)
+            store(f, j, value)
+            total = total + value
+        if normed:
+            mean = broadcast(lane_sum(total) / real(width))
+            total = zeros(mean)
+            for j in range(0, columns, LANES):
+                value = (load(f, j) - mean) * load(lanes, j)
+                store(f, j, value)
+                total = total + value * value
+            scale = broadcast(real(1) / np.sqrt(lane_sum(total) / real(width) + real(norm_epsilon)))
+            for j in range(0, columns, LANES):
+                store(f, j, load(f, j) * scale * load(norm_weight, j) + load(norm_bias, j))
+        difference = size = total = zeros(load(x, 0))
+        for j in range(0, columns, LANES):
+            value = load(f, j)
+            difference = at_least(absolute(value - load(y, j)), difference)
+            size = at_least(absolute(value), size)
+            total = total + value
+        largest, residual = lane_max(size), lane_max(difference)
+        if relative:
+            residual = residual / max(largest, real(_EPSILON))
+        if not (math.isfinite(lane_sum(total)) and math.isfinite(residual)):
+            return iteration, real(np.nan), _NON_FINITE
+        if largest > real(limit):
+            return iteration, residual, _DIVERGED
+        if residual <= real(tolerance):
+            return iteration, residual, _CONVERGED
+        if iteration == cap:
+            return iteration, residual, _CAP_REACHED
+        if residual < best:
+            best, stalled = residual, 0
+        else:
+            stalled += 1
+            if stalled >= patience:
+                step, stalled = step * real(damping_decay), 0
+        for j in range(0, columns, LANES):
+            store(y, j, load(y, j) + broadcast(step) * (load(f, j) - load(y, j)))
+
+
+def _sweep_groups(
+    first: int, last: int, mixer: Any, sizes: Any, norm: Any, stopping: Any, damping: Any, parts: Any, runs: Any,
+    weight: Any, x: Any, A: Any, D: Any, norm_weight: Any, norm_bias: Any, carried: Any, mask: Any, H: Any, value: Any,
+    iterations: Any, residual: Any, status: Any, keep: bool, kept_mixed: Any, kept_delta: Any, kept_b: Any,
+    kept_c: Any, kept_gate: Any, kept_from_s: Any, kept_eigenvectors: Any,
+) -> None:  # fmt: skip
+    """`x` and what is kept have one row a token; `from_s` is at least as wide as what is kept of it."""
+    batch, length, N = sizes
+    width, columns = mixer.rows * mixer.columns, mixer.rows * mixer.padded
+    from_s = weight.size // width
+    count = parts.size // (batch * length)
+    b_at, c_at, delta_at = mixer.coefficients, mixer.coefficients + N, mixer.coefficients + 2 * N
+    gated = count > delta_at + width
+    N_padded = N + -N % LANES
+
+    lanes = np.zeros(columns, x.dtype)
+    lanes_of_row = np.zeros(mixer.padded, x.dtype)
+    for i in range(mixer.rows):
+        lanes[i * mixer.padded : i * mixer.padded + mixer.columns] = 1
+    lanes_of_row[: mixer.columns] = 1
+    s = np.zeros(ROWS * width, x.dtype)
+    product = aligned(ROWS * from_s, x)
+    p = np.zeros(count + LANES, x.dtype)
+    F = aligned(factor_room(mixer), x)
+    F[:] = 0
+    compact = aligned(triangle_room(mixer), x)
+    state = aligned(ROWS * columns * N, x)
+    write = aligned(ROWS * columns, x)
+    b = aligned(ROWS * N_padded, x)
+    c = aligned(N_padded, x)
+    c[:] = 0
+    b_now = aligned(N_padded, x)
+    b_now[:] = 0
+    x_t, delta, gate = np.zeros(columns, x.dtype), np.zeros(columns, x.dtype), np.zeros(columns, x.dtype)
+    y, base, g = aligned(columns, x), aligned(columns, x), aligned(columns, x)
+    mixed, f = aligned(columns, x), aligned(columns, x)
+    scratch = aligned(2 * columns, x)
+
+    for group in range(first, last):
+        rows = min(ROWS, batch - group * ROWS)
+        for row in range(rows):
+            sequence = group * ROWS + row
+            copy(carried, sequence * width, s, row * width, width)
+            _read_state(H, sequence * width * N, mixer, N, state, row * columns * N)
+        write[:] = 0
+        b[:] = 0
+        for t in range(length):
+            if from_s:
+                _product(s, rows, width, weight, product, from_s)
+            for row in range(rows):
+                sequence = group * ROWS + row
+                token = sequence * length + t
+                if not mask[token]:
+                    s[row * width : (row + 1) * width] = 0
+                    value[token * width : (token + 1) * width] = 0
+                    iterations[token], residual[token], status[token] = 1, 0, _CONVERGED
+                    continue
+                copy(parts, token * count, p, 0, count)
+                for run in range(runs.shape[0]):
+                    accumulate(product, row * from_s + runs[run, 1], p, runs[run, 0], runs[run, 2])
+                make_factors(mixer, p, lanes_of_row, compact, True, F)
+                copy_padded(p, b_at, b_now, 0, N)
+                copy_padded(p, c_at, c, 0, N)
+                l2normalise(b_now, 0, N_padded)
+                l2normalise(c, 0, N_padded)
+                place(x, token * width, mixer, x_t)
+                place(p, delta_at, mixer, delta)
                 if gated:
-                    f[j] *= gate[j]
-                total += f[j]
-            if normed:
-                mean = total / real(width)
-                total = zero
-                for j in range(width):
-                    f[j] -= mean
-                    total += f[j] * f[j]
-                scale = one / np.sqrt(total / real(width) + real(norm_epsilon))
-                for j in range(width):
-                    f[j] = f[j] * scale * norm_weight[j] + norm_bias[j]
-            difference, size, total = zero, zero, zero
-            for j in range(width):
-                difference = max(difference, abs(f[j] - y[j]))
-                size = max(size, abs(f[j]))
-                total += f[j]
-            found = difference / max(size, epsilon) if relative else difference
-            if not (math.isfinite(total) and math.isfinite(found)):
-                code, found = _NON_FINITE, real(np.nan)
-            elif size > real(limit):
-                code = _DIVERGED
-            elif found <= real(tolerance):
-                code = _CONVERGED
-            else:
-                code = _CAP_REACHED
-            iterations[sequence], residual[sequence], status[sequence] = iteration, found, code
-            if code != _CAP_REACHED or iteration == cap:
-                break
-            if found < best:
-                best, stalled = found, 0
-            else:
-                stalled += 1
-                if stalled >= patience:
-                    step, stalled = step * real(damping_decay), 0
-            for j in range(width):
-                y[j] += step * (f[j] - y[j])
-        for j in range(width):
-            write = delta[j] * mixed[j]
+                    place(p, delta_at + width, mixer, gate)
+                overlap = x.dtype.type(0)
+                for n in range(N):
+                    overlap += b_now[n] * c[n]
+                for j in range(0, columns, LANES):
+                    step = softplus(load(delta, j)) * load(lanes, j)
+                    store(delta, j, step)
+                    store(g, j, broadcast(overlap) * step + load(D, j))
+                    if gated:
+                        z = load(gate, j)
+                        store(gate, j, z * sigmoid(z))
+                writes, b_before = write[row * columns : (row + 1) * columns], b[row * N_padded : (row + 1) * N_padded]
+                _decay_and_read(state, row * columns * N, columns, N, delta, A, writes, b_before, c, base)
+                done, left, code = _iterate(
+                    mixer, width, norm, stopping, damping, F, x_t, base, g, gated, gate, lanes, norm_weight,
+                    norm_bias, mixed, f, scratch, y,
+                )  # fmt: skip
+                if keep:
+                    take(mixed, mixer, kept_mixed, token * width)
+                    take(delta, mixer, kept_delta, token * width)
+                    copy(b_now, 0, kept_b, token * N, N)
+                    copy(c, 0, kept_c, token * N, N)
+                    if gated:
+                        take(gate, mixer, kept_gate, token * width)
+                    real_from_s = kept_from_s.size // (batch * length)
+                    copy(product, row * from_s, kept_from_s, token * real_from_s, real_from_s)
+                    vectors = kept_eigenvectors.size // (batch * length)
+                    if vectors:
+                        keep_eigenvectors(mixer, F, kept_eigenvectors, token * vectors)
+                for j in range(0, columns, LANES):
+                    store(writes, j, load(delta, j) * load(mixed, j))
+                copy(b_now, 0, b_before, 0, N_padded)
+                take(y, mixer, value, token * width)
+                copy(value, token * width, s, row * width, width)
+                iterations[token], residual[token], status[token] = done, left, code
+        for row in range(rows):
+            sequence = group * ROWS + row
+            for block in range(0, columns, LANES):
+                for n in range(N):
+                    i = (row * columns + block) * N + n * LANES
+                    store(state, i, load(state, i) + load(write, row * columns + block) * spread(b, row * N_padded + n))
+            _write_state(state, row * columns * N, mixer, N, H, sequence * width * N)
+
+
+@njit(error_model="numpy")
+def _read_state(H: Any, at: int, mixer: Any, N: int, state: Any, to: int) -> None:
+    """From (d, N) to tiles (N, LANES) of padded channels."""
+    state[to : to + mixer.rows * mixer.padded * N] = 0
+    for i in range(mixer.rows):
+        for j in range(mixer.columns):
+            lane = i * mixer.padded + j
+            tile = to + lane // LANES * LANES * N + lane % LANES
             for n in range(N):
-                state[j, n] += write * b[n]
+                state[tile + n * LANES] = H[at + (i * mixer.columns + j) * N + n]
 
 
-_solve = Kernel(njit, _solve_tokens, fastmath=_FASTMATH, nogil=True)
+@njit(error_model="numpy")
+def _write_state(state: Any, to: int, mixer: Any, N: int, H: Any, at: int) -> None:
+    for i in range(mixer.rows):
+        for j in range(mixer.columns):
+            lane = i * mixer.padded + j
+            tile = to + lane // LANES * LANES * N + lane % LANES
+            for n in range(N):
+                H[at + (i * mixer.columns + j) * N + n] = state[tile + n * LANES]
+
+
+_sweep = Kernel(njit, _sweep_groups, nogil=True, error_model="numpy")

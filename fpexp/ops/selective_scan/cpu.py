@@ -23,27 +23,16 @@ time where x, delta and grad_y are touched first.
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable
 from typing import Any, cast
 
-import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic, models, overload, register_model
+from numba import njit
 from torch import Tensor
 from torch.nn import functional
 
 from fpexp.ops.kernel import Kernel
-
-if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
-    raise ImportError("NUMBA_DISABLE_JIT is set: numba does not compile")
-
-LANES = 16  # one AVX-512 register of float32, two of AVX, four of NEON
+from fpexp.ops.simd.cpu import LANES, aligned, broadcast, exp, lane_sum, load, read_tile, spread, store, write_tile
 
 _TASKS = 32  # at least, where the shape allows: work for as many threads
 
@@ -174,209 +163,7 @@ def _sum_rows(parts: Tensor, shape: torch.Size) -> Tensor:
     return total
 
 
-# Vectors. They are registers to LLVM, which would otherwise have to prove, for arrays, that none overlaps another.
-
-
-_intrinsic: Any = intrinsic  # mypy takes the functions for what they are in Python
-
-
-class _VectorType(types.Type):
-    """LANES numbers of one type."""
-
-    def __init__(self, scalar: Any) -> None:
-        self.scalar = scalar
-        super().__init__(name=f"Vector({scalar}, {LANES})")
-
-
-@register_model(_VectorType)
-class _VectorModel(models.PrimitiveModel):
-    def __init__(self, manager: Any, vector: _VectorType) -> None:
-        scalar = manager.lookup(vector.scalar).get_value_type()
-        super().__init__(manager, vector, ir.VectorType(scalar, LANES))
-
-
-def _place(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-    array = context.make_array(signature.args[0])(context, builder, arguments[0])
-    return builder.gep(array.data, [arguments[1]])
-
-
-def _vector_place(context: Any, builder: Any, signature: Any, arguments: Any) -> tuple[Any, int]:
-    scalar = signature.args[0].dtype
-    vector = context.get_value_type(_VectorType(scalar))
-    return builder.bitcast(_place(context, builder, signature, arguments), vector.as_pointer()), scalar.bitwidth // 8
-
-
-def _splat(builder: Any, scalar: Any) -> Any:
-    vector, index = ir.VectorType(scalar.type, LANES), ir.IntType(32)
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(index, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(index, LANES), [0] * LANES))
-
-
-@_intrinsic
-def _load(typing: Any, array: Any, start: Any) -> Any:
-    """array[start : start + LANES]; `array` has one dimension, here and below, and no index is checked."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place, alignment = _vector_place(context, builder, signature, arguments)
-        return builder.load(place, align=alignment)
-
-    return _VectorType(array.dtype)(array, types.intp), generate
-
-
-@_intrinsic
-def _store(typing: Any, array: Any, start: Any, vector: Any) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        place, alignment = _vector_place(context, builder, signature, arguments)
-        builder.store(arguments[2], place, align=alignment)
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp, vector), generate
-
-
-@_intrinsic
-def _spread(typing: Any, array: Any, index: Any) -> Any:
-    """array[index] in every lane."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _splat(builder, builder.load(_place(context, builder, signature, arguments)))
-
-    return _VectorType(array.dtype)(array, types.intp), generate
-
-
-@_intrinsic
-def _broadcast(typing: Any, scalar: Any) -> Any:
-    """A scalar in every lane."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _splat(builder, arguments[0])
-
-    return _VectorType(scalar)(scalar), generate
-
-
-@_intrinsic
-def _lane_sum(typing: Any, vector: Any) -> Any:
-    """The sum of the lanes, as a tree."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        scalar = arguments[0].type.element
-        name = f"llvm.vector.reduce.fadd.v{LANES}f{signature.return_type.bitwidth}"
-        function_type = ir.FunctionType(scalar, [scalar, arguments[0].type])
-        function = cgutils.get_or_insert_function(builder.module, function_type, name)
-        return builder.call(function, [ir.Constant(scalar, -0.0), arguments[0]], fastmath=("reassoc",))
-
-    return vector.scalar(vector), generate
-
-
-@_intrinsic
-def _exponent_bits(typing: Any, vector: Any) -> Any:
-    """Shift the last bits of each lane to where the exponent is."""
-    bits, mantissa = vector.scalar.bitwidth, np.finfo(str(vector.scalar)).nmant
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        integers = ir.VectorType(ir.IntType(bits), LANES)
-        shifts = ir.Constant(integers, [mantissa] * LANES)
-        return builder.bitcast(builder.shl(builder.bitcast(arguments[0], integers), shifts), arguments[0].type)
-
-    return vector(vector), generate
-
-
-def _elementwise(instructions: Callable[[Any, Any, Any], Any]) -> Any:
-    @_intrinsic
-    def operation(typing: Any, a: Any, b: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return instructions(builder, *arguments)
-
-        return a(a, a), generate
-
-    return operation
-
-
-def _define(symbol: Callable[[Any, Any], Any], operation: Any) -> None:
-    @overload(symbol, strict=False)
-    def for_vectors(a: Any, b: Any) -> Any:
-        if isinstance(a, _VectorType) and isinstance(b, _VectorType):
-            return lambda a, b: operation(a, b)
-        return None
-
-
-# "contract": a product may go into the sum that follows unrounded; NaN and infinity keep their meaning.
-_define(operator.add, _elementwise(lambda builder, a, b: builder.fadd(a, b, flags=("contract",))))
-_define(operator.sub, _elementwise(lambda builder, a, b: builder.fsub(a, b, flags=("contract",))))
-_define(operator.mul, _elementwise(lambda builder, a, b: builder.fmul(a, b, flags=("contract",))))
-
-# One instruction of x86 each; a lane that is NaN stays NaN.
-_at_least = _elementwise(lambda builder, a, low: builder.select(builder.fcmp_ordered("<", a, low), low, a))
-_at_most = _elementwise(lambda builder, a, high: builder.select(builder.fcmp_ordered(">", a, high), high, a))
-
-
-_TAYLOR = tuple(1 / math.factorial(m) for m in range(13, 1, -1))
-_EXP: dict[str, tuple[float, float, float, tuple[float, ...]]] = {
-    "float32": (-88.0, 0.693359375, -2.12194440e-4, (1.381454e-3, 8.368745e-3, 4.166839e-2, 0.16666521, 0.49999994)),
-    "float64": (-709.0, 0.693145751953125, 1.42860682030941723e-6, _TAYLOR),
-}
-"""Below which argument the result is 0; log 2 in two parts (Cephes); c_m to c_2 of exp r = 1 + r + c_2 r^2 + ...
-
-The five coefficients for float32 minimise the largest relative error for |r| <= log(2) / 2, 3e-9; found by reweighted
-least squares.
-"""
-
-
-def _exp(vector: Any) -> Any:
-    """e^v = 2^k e^r in each lane, k = round(v / log 2), within 0.9 ulp; exp(0) = 1, subnormal results may be 0."""
-    raise NotImplementedError("for compiled code")
-
-
-@overload(_exp, strict=False)
-def _exp_of_vector(vector: Any) -> Any:
-    real = np.dtype(str(vector.scalar)).type
-    info = np.finfo(real)
-    low, high_part, low_part, coefficients = _EXP[str(vector.scalar)]
-    bias = info.maxexp - 1
-    # v / log 2 + shift has k + bias in its last bits: rounded there by the addition, and the exponent of 2^k.
-    shift = real(1.5 * 2.0**info.nmant + bias)
-    largest = real(shift + bias)
-    low, high_part, low_part, per_log2 = real(low), real(high_part), real(low_part), real(1 / math.log(2))
-    first, *others = (real(value) for value in (*coefficients, 1, 1))
-    rest = tuple(others)
-
-    def code(vector: Any) -> Any:
-        v = _at_least(vector, _broadcast(low))
-        shifted = _at_most(v * _broadcast(per_log2) + _broadcast(shift), _broadcast(largest))
-        k = shifted - _broadcast(shift)
-        r = v - k * _broadcast(high_part) - k * _broadcast(low_part)
-        polynomial = _broadcast(first)
-        for coefficient in rest:
-            polynomial = polynomial * r + _broadcast(coefficient)
-        return polynomial * _exponent_bits(shifted)
-
-    return code
-
-
 # Kernels. Arrays have one dimension, offsets are 64-bit; `tile` = N * LANES is what one block's state takes.
-
-
-@njit(inline="always")
-def _aligned(count: int, like: Any) -> Any:
-    """An uninitialised array that begins at a cache line."""
-    array = np.empty(count + 64 // like.itemsize, like.dtype)
-    start = (-array.ctypes.data % 64) // like.itemsize
-    return array[start : start + count]
-
-
-@njit(inline="always")
-def _read_tile(array: Any, start: int, N: int, tiles: Any, at: int) -> None:
-    """Transpose array[start:], (LANES, N), into tiles[at:], (N, LANES)."""
-    for lane in range(LANES):
-        for n in range(N):
-            tiles[at + n * LANES + lane] = array[start + lane * N + n]
-
-
-@njit(inline="always")
-def _write_tile(tiles: Any, at: int, N: int, array: Any, start: int) -> None:
-    for lane in range(LANES):
-        for n in range(N):
-            array[start + lane * N + n] = tiles[at + n * LANES + lane]
 
 
 def _forward_loop(
@@ -400,32 +187,32 @@ def _forward_loop(
 ) -> None:
     """Fill y and final, and, unless it is empty, `checkpoints` (B, chunks - 1, blocks, N, LANES)."""
     blocks, tile, inner = width // LANES, N * LANES, (length - 1) // chunk
-    H = _aligned(tile, x)
+    H = aligned(tile, x)
     for task in range(first, last):
         sequence, group = task // groups, task % groups
         for block in range(group * blocks // groups, (group + 1) * blocks // groups):
             start, rate = block * LANES, block * tile
             state_start = (sequence * width + start) * N
             if state.size:
-                _read_tile(state, state_start, N, H, 0)
+                read_tile(state, state_start, N, H, 0)
             else:
                 H[:] = 0
-            skip = _load(D, start)
+            skip = load(D, start)
             for t in range(length):
                 if checkpoints.size and t > 0 and t % chunk == 0:
                     kept = ((sequence * inner + t // chunk - 1) * blocks + block) * tile
                     for i in range(0, tile, LANES):
-                        _store(checkpoints, kept + i, _load(H, i))
+                        store(checkpoints, kept + i, load(H, i))
                 token = sequence * length + t
-                step, x_t = _load(delta, token * width + start), _load(x, token * width + start)
+                step, x_t = load(delta, token * width + start), load(x, token * width + start)
                 write, out = step * x_t, skip * x_t
                 for n in range(N):
                     i = n * LANES
-                    h = _exp(step * _load(A, rate + i)) * _load(H, i) + write * _spread(b, token * N + n)
-                    _store(H, i, h)
-                    out = out + h * _spread(c, token * N + n)
-                _store(y, token * width + start, out)
-            _write_tile(H, 0, N, final, state_start)
+                    h = exp(step * load(A, rate + i)) * load(H, i) + write * spread(b, token * N + n)
+                    store(H, i, h)
+                    out = out + h * spread(c, token * N + n)
+                store(y, token * width + start, out)
+            write_tile(H, 0, N, final, state_start)
 
 
 def _backward_loop(
@@ -460,10 +247,10 @@ def _backward_loop(
     goes through a chunk twice: forward, which also makes dc, and back.
     """
     blocks, tile, inner = width // LANES, N * LANES, (length - 1) // chunk
-    H = _aligned(tile, x)
-    adjoint = _aligned(((blocks + groups - 1) // groups) * tile, x)
-    decays, decayed = _aligned(chunk * tile, x), _aligned(chunk * tile, x)  # exp(delta_t A), and that times H_{t-1}
-    db_lanes, dc_lanes = _aligned(chunk * tile, x), _aligned(chunk * tile, x)  # not yet summed over the lanes
+    H = aligned(tile, x)
+    adjoint = aligned(((blocks + groups - 1) // groups) * tile, x)
+    decays, decayed = aligned(chunk * tile, x), aligned(chunk * tile, x)  # exp(delta_t A), and that times H_{t-1}
+    db_lanes, dc_lanes = aligned(chunk * tile, x), aligned(chunk * tile, x)  # not yet summed over the lanes
     for task in range(first, last):
         sequence, group = task // groups, task % groups
         first_block, last_block = group * blocks // groups, (group + 1) * blocks // groups
@@ -471,11 +258,11 @@ def _backward_loop(
         for block in range(first_block, last_block):
             start = block * LANES
             for i in range(0, tile, LANES):
-                _store(dA, dA_start + block * tile + i, _broadcast(x.dtype.type(0)))
-                _store(adjoint, (block - first_block) * tile + i, _broadcast(x.dtype.type(0)))
-            _store(dD, sequence * width + start, _broadcast(x.dtype.type(0)))
+                store(dA, dA_start + block * tile + i, broadcast(x.dtype.type(0)))
+                store(adjoint, (block - first_block) * tile + i, broadcast(x.dtype.type(0)))
+            store(dD, sequence * width + start, broadcast(x.dtype.type(0)))
             if grad_final.size:
-                _read_tile(grad_final, (sequence * width + start) * N, N, adjoint, (block - first_block) * tile)
+                read_tile(grad_final, (sequence * width + start) * N, N, adjoint, (block - first_block) * tile)
         for part in range(inner, -1, -1):
             begin = part * chunk
             size = min(chunk, length - begin)
@@ -486,53 +273,53 @@ def _backward_loop(
                 if part > 0:
                     kept = ((sequence * inner + part - 1) * blocks + block) * tile
                     for i in range(0, tile, LANES):
-                        _store(H, i, _load(checkpoints, kept + i))
+                        store(H, i, load(checkpoints, kept + i))
                 elif state.size:
-                    _read_tile(state, (sequence * width + start) * N, N, H, 0)
+                    read_tile(state, (sequence * width + start) * N, N, H, 0)
                 else:
                     H[:] = 0
                 for k in range(size):
                     token = sequence * length + begin + k
                     at = token * width + start
-                    step, gy = _load(delta, at), _load(grad_y, at)
-                    write = step * _load(x, at)
+                    step, gy = load(delta, at), load(grad_y, at)
+                    write = step * load(x, at)
                     for n in range(N):
                         i, j = n * LANES, (k * N + n) * LANES
-                        decay = _exp(step * _load(A, rate + i))
-                        before = decay * _load(H, i)
-                        h = before + write * _spread(b, token * N + n)
-                        _store(H, i, h)
-                        _store(decays, j, decay)
-                        _store(decayed, j, before)
-                        _store(dc_lanes, j, _load(dc_lanes, j) + h * gy)
-                skip, dD_sum = _load(D, start), _load(dD, sequence * width + start)
+                        decay = exp(step * load(A, rate + i))
+                        before = decay * load(H, i)
+                        h = before + write * spread(b, token * N + n)
+                        store(H, i, h)
+                        store(decays, j, decay)
+                        store(decayed, j, before)
+                        store(dc_lanes, j, load(dc_lanes, j) + h * gy)
+                skip, dD_sum = load(D, start), load(dD, sequence * width + start)
                 for k in range(size - 1, -1, -1):
                     token = sequence * length + begin + k
                     at = token * width + start
-                    step, x_t, gy = _load(delta, at), _load(x, at), _load(grad_y, at)
+                    step, x_t, gy = load(delta, at), load(x, at), load(grad_y, at)
                     write = step * x_t
                     dD_sum = dD_sum + gy * x_t
-                    through_b = through_decay = _broadcast(x.dtype.type(0))
+                    through_b = through_decay = broadcast(x.dtype.type(0))
                     for n in range(N):
                         i, j = n * LANES, (k * N + n) * LANES
-                        g = _load(adjoint, G + i) + gy * _spread(c, token * N + n)
-                        grad_exponent = g * _load(decayed, j)
-                        through_b = through_b + g * _spread(b, token * N + n)
-                        through_decay = through_decay + grad_exponent * _load(A, rate + i)
-                        _store(dA, dA_start + rate + i, _load(dA, dA_start + rate + i) + grad_exponent * step)
-                        _store(db_lanes, j, _load(db_lanes, j) + g * write)
-                        _store(adjoint, G + i, g * _load(decays, j))
-                    _store(dx, at, step * through_b + skip * gy)
-                    _store(ddelta, at, x_t * through_b + through_decay)
-                _store(dD, sequence * width + start, dD_sum)
+                        g = load(adjoint, G + i) + gy * spread(c, token * N + n)
+                        grad_exponent = g * load(decayed, j)
+                        through_b = through_b + g * spread(b, token * N + n)
+                        through_decay = through_decay + grad_exponent * load(A, rate + i)
+                        store(dA, dA_start + rate + i, load(dA, dA_start + rate + i) + grad_exponent * step)
+                        store(db_lanes, j, load(db_lanes, j) + g * write)
+                        store(adjoint, G + i, g * load(decays, j))
+                    store(dx, at, step * through_b + skip * gy)
+                    store(ddelta, at, x_t * through_b + through_decay)
+                store(dD, sequence * width + start, dD_sum)
             row = ((sequence * groups + group) * length + begin) * N
             for i in range(size * N):
-                db[row + i] = _lane_sum(_load(db_lanes, i * LANES))
-                dc[row + i] = _lane_sum(_load(dc_lanes, i * LANES))
+                db[row + i] = lane_sum(load(db_lanes, i * LANES))
+                dc[row + i] = lane_sum(load(dc_lanes, i * LANES))
         if dstate.size:
             for block in range(first_block, last_block):
                 at = (block - first_block) * tile
-                _write_tile(adjoint, at, N, dstate, (sequence * width + block * LANES) * N)
+                write_tile(adjoint, at, N, dstate, (sequence * width + block * LANES) * N)
 
 
 def _sum_loop(first: int, last: int, runs: int, rows: int, columns: int, parts: Any, total: Any) -> None:
