@@ -1,5 +1,6 @@
 """Fixed points of causal maps over sequences: the problem, the solvers, the caps and the gradient."""
 
+from fpexp.fixed_point.anderson import Anderson
 from fpexp.fixed_point.auto import Auto
 from fpexp.fixed_point.gradient import one_step
 from fpexp.fixed_point.picard import Picard
@@ -9,6 +10,7 @@ from fpexp.fixed_point.types import Cap, Problem, Solver, SolveResult, Tokenwise
 from fpexp.status import Status
 
 __all__ = [
+    "Anderson",
     "Auto",
     "Cap",
     "Converge",
