@@ -3,10 +3,11 @@
 from fpexp.fixed_point.anderson import Anderson
 from fpexp.fixed_point.auto import Auto
 from fpexp.fixed_point.gradient import one_step
+from fpexp.fixed_point.lagged import Lagged
 from fpexp.fixed_point.picard import Picard
 from fpexp.fixed_point.schedule import Converge, Fixed, Gamma, Schedule
 from fpexp.fixed_point.sequential import Sequential
-from fpexp.fixed_point.types import Cap, Problem, Solver, SolveResult, TokenwiseProblem
+from fpexp.fixed_point.types import Cap, LaggedProblem, Problem, Solver, SolveResult, TokenwiseProblem
 from fpexp.status import Status
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "Converge",
     "Fixed",
     "Gamma",
+    "Lagged",
+    "LaggedProblem",
     "Picard",
     "Problem",
     "Schedule",

@@ -232,7 +232,7 @@ def test_a_typo_in_the_section_beside_a_config_file(saved: RunConfig, tmp_path: 
         (["model=fp_mamba_h", "model.channel_mixer.rnak=2"], ["'model.channel_mixer.rnak'", "channel_mixer.rank'?"]),
         (
             ["solver=pickard"],
-            ["unknown solver 'pickard'", "did you mean 'picard'?", "(anderson, auto, picard, sequential)"],
+            ["unknown solver 'pickard'", "did you mean 'picard'?", "(anderson, auto, lagged, picard, sequential)"],
         ),
         (["scale=huge"], ["unknown scale 'huge'", "(cpu, gpu, paper)"]),
         (["tracking=wanbd"], ["unknown tracking 'wanbd'", "did you mean 'wandb'?"]),
