@@ -29,6 +29,11 @@ class Damped:
 
     def advance(self, y: Tensor, f_y: Tensor, residual: Tensor) -> Tensor:
         """Return the next iterate, (B, T, d)."""
+        delta, _ = self.observe(residual)
+        return torch.lerp(y, f_y, delta[:, None, None])
+
+    def observe(self, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in the newest residual; return delta and where it has just decayed, (B,) each."""
         if self.delta is None:
             self.delta = torch.full_like(residual, self.damping)
             self.best = torch.full_like(residual, float("inf"))
@@ -39,7 +44,7 @@ class Damped:
         decays = self.stalled >= self.patience
         self.delta = torch.where(decays, self.delta * self.decay, self.delta)
         self.stalled = torch.where(decays, 0.0, self.stalled)
-        return torch.lerp(y, f_y, self.delta[:, None, None])
+        return self.delta, decays
 
     def select(self, rows: Tensor) -> None:
         """Keep the memory of the sequences `rows` alone."""

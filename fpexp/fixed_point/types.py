@@ -80,6 +80,19 @@ class Problem(Protocol):
         ...
 
 
+@runtime_checkable
+class LaggedProblem(Problem, Protocol):
+    """A problem whose scan can take what it carries from the iterate before: see `Lagged`."""
+
+    def start_lagged(self) -> Tensor:
+        """Return the first memory, zeros (B, T, ...) of y's type: what each token hands to the next."""
+        ...
+
+    def evaluate_lagged(self, y: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the next y (B, T, d) and memory, each token by y and the memory of the token before it."""
+        ...
+
+
 class TokenwiseProblem(Problem, Protocol):
     """A problem that can also be solved token by token, carrying what the past leaves behind."""
 

@@ -104,6 +104,21 @@ class FPMambaProblem:
         terms = self.terms(s)
         return MixedTokens(self.mix(terms, y), terms.delta, terms.b, terms.c, terms.gate)
 
+    def start_lagged(self) -> Tensor:
+        """Return zeros (B, T, d, N)."""
+        return self.state.H.new_zeros(*self.x.shape, self.A.shape[1])
+
+    @_full_precision
+    def evaluate_lagged(self, y: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f(y) and all H (B, T, d, N), both with H_{t-1} of `memory`, H of the iterate before, in the scan."""
+        terms = self.terms(self.previous(y))
+        mixed = self.mix(terms, y)
+        before = torch.cat([self.state.H[:, None], memory[:, :-1]], dim=1)
+        write = (terms.delta * mixed)[..., None] * terms.b[..., None, :]
+        H = torch.addcmul(write, torch.exp(terms.delta[..., None] * self.A), before)
+        output = (H @ terms.c[..., None]).squeeze(-1) + self.D * mixed
+        return self.normalise(terms, output), H
+
     def select(self, rows: Tensor) -> Self:
         """Return the problem of the sequences `rows` alone."""
         return self._map(lambda tensor: tensor[rows], State(self.state.y[rows], self.state.H[rows]))

@@ -230,7 +230,10 @@ def test_a_typo_in_the_section_beside_a_config_file(saved: RunConfig, tmp_path: 
         (["lr=1"], ["unknown key 'lr'", "did you mean 'training.lr'?"]),
         (["dropout=0.1"], ["unknown key 'dropout'", "did you mean 'model.dropout'?"]),
         (["model=fp_mamba_h", "model.channel_mixer.rnak=2"], ["'model.channel_mixer.rnak'", "channel_mixer.rank'?"]),
-        (["solver=pickard"], ["unknown solver 'pickard'", "did you mean 'picard'?", "(auto, picard, sequential)"]),
+        (
+            ["solver=pickard"],
+            ["unknown solver 'pickard'", "did you mean 'picard'?", "(anderson, auto, lagged, picard, sequential)"],
+        ),
         (["scale=huge"], ["unknown scale 'huge'", "(cpu, gpu, paper)"]),
         (["tracking=wanbd"], ["unknown tracking 'wanbd'", "did you mean 'wandb'?"]),
         (["experiment=demo_a5"], ["unknown experiment 'demo_a5'", "did you mean 'demo_a4'?"]),

@@ -9,7 +9,7 @@ import torch
 from helpers import tiny
 
 from fpexp.errors import UserError
-from fpexp.fixed_point import Cap, Converge, Fixed, Gamma, Picard, Sequential
+from fpexp.fixed_point import Anderson, Cap, Converge, Fixed, Gamma, Lagged, Picard, Sequential
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -93,9 +93,9 @@ def test_defaults_are_the_papers_caps() -> None:
 def test_schedules_that_cap_need_a_whole_sequence_solver(schedule: list[str]) -> None:
     with pytest.raises(UserError, match="solver=picard"):
         tiny("model=fp_mamba_h", "solver=sequential", *schedule)
-    for solver in ("picard", "auto"):
+    for solver, kind in {"picard": Picard, "anderson": Anderson, "lagged": Lagged, "auto": Picard}.items():
         experiment = tiny("model=fp_mamba_h", f"solver={solver}", *schedule)
-        assert isinstance(experiment.model.layers[0].layer.solver, Picard)
+        assert isinstance(experiment.model.layers[0].layer.solver, kind)
 
 
 def test_auto_sweeps_on_a_cpu() -> None:

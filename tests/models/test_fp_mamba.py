@@ -28,7 +28,7 @@ from helpers import (
 from torch import Tensor, nn
 
 from fpexp.channel_mixers import Kronecker
-from fpexp.fixed_point import Cap, Picard, Sequential, Solver, SolveResult, Status
+from fpexp.fixed_point import Anderson, Cap, Lagged, Picard, Sequential, Solver, SolveResult, Status
 from fpexp.fixed_point.iterate import token_residual
 from fpexp.models.fp_mamba import Dependence, FPMambaLayer
 from fpexp.models.fp_mamba_problem import State
@@ -40,13 +40,16 @@ CAP = Cap(5000)
 mixers = pytest.mark.parametrize("mixer", MIXERS)
 gates = pytest.mark.parametrize("gate", ["outside", "inside"])
 norms = pytest.mark.parametrize("norm", ["none", "layer_norm"])
-solvers = pytest.mark.parametrize("solver", ["picard", "sequential", "fused"])
+solvers = pytest.mark.parametrize("solver", ["picard", "anderson", "lagged", "sequential", "fused"])
+
+
+WHOLE_SEQUENCE: dict[str, Any] = {"picard": Picard, "anderson": Anderson, "lagged": Lagged}
 
 
 def make_solver(name: str, tolerance: float = 1e-12) -> Solver:
-    """picard; sequential in plain torch; or its fused kernel."""
-    if name == "picard":
-        return Picard(tolerance=tolerance)
+    """A whole-sequence solver; sequential in plain torch; or its fused kernel."""
+    if name in WHOLE_SEQUENCE:
+        return WHOLE_SEQUENCE[name](tolerance=tolerance)
     backend: Literal["cpu", "reference"] = "cpu" if name == "fused" else "reference"
     return Sequential(tolerance=tolerance, inner_max_iterations=1000, backend=backend)
 
@@ -242,7 +245,7 @@ def test_no_gradient_passes_through_the_solve() -> None:
 
 
 @pytest.mark.parametrize("model", ["fp_mamba_h", "fp_mamba_k", "fp_mamba_dplr"])
-@pytest.mark.parametrize("solver", ["picard", "sequential"])
+@pytest.mark.parametrize("solver", ["picard", "anderson", "lagged", "sequential"])
 @pytest.mark.parametrize("weight_norm", [False, True])
 def test_every_parameter_of_the_built_model_learns(model: str, solver: str, weight_norm: bool) -> None:
     experiment = tiny(f"model={model}", f"solver={solver}", f"model.weight_norm={weight_norm}", "model.layers=2")
@@ -286,7 +289,7 @@ def test_a_bad_sequence_leaves_the_others_untouched(mixer: str, solver: str) -> 
     torch.testing.assert_close(output[others], expected[others], rtol=0, atol=1e-12)
     assert (result.status == Status.NON_FINITE).tolist() == [False, False, True, False]
     assert result.residual.isnan().tolist() == [False, False, True, False]
-    if solver != "picard":
+    if solver not in WHOLE_SEQUENCE:
         assert result.tokens is not None
         assert result.tokens.status[2, :3].tolist() == [Status.CONVERGED] * 3
 
@@ -307,7 +310,15 @@ def test_views_and_expanded_gradients_are_as_copies(solver: str) -> None:
 
 @pytest.mark.parametrize(
     ("solver", "parts"),
-    [("sequential", [64, 66]), ("fused", [64, 66]), ("fused", [1, 129]), ("picard", [3, 5]), ("picard", [1] * 8)],
+    [
+        ("sequential", [64, 66]),
+        ("fused", [64, 66]),
+        ("fused", [1, 129]),
+        ("picard", [3, 5]),
+        ("picard", [1] * 8),
+        ("anderson", [3, 5]),
+        ("lagged", [3, 5]),
+    ],
 )
 def test_carrying_the_state(solver: str, parts: list[int]) -> None:
     """CASES.md 17, at a tight tolerance."""
