@@ -111,13 +111,12 @@ class FPMambaProblem:
     @_full_precision
     def evaluate_lagged(self, y: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(y) and all H (B, T, d, N), both with H_{t-1} of `memory`, H of the iterate before, in the scan."""
-        terms = self.terms(self.previous(y))
-        mixed = self.mix(terms, y)
+        tokens = self.mix_tokens(y)
         before = torch.cat([self.state.H[:, None], memory[:, :-1]], dim=1)
-        write = (terms.delta * mixed)[..., None] * terms.b[..., None, :]
-        H = torch.addcmul(write, torch.exp(terms.delta[..., None] * self.A), before)
-        output = (H @ terms.c[..., None]).squeeze(-1) + self.D * mixed
-        return self.normalise(terms, output), H
+        write = (tokens.delta * tokens.mixed)[..., None] * tokens.b[..., None, :]
+        H = torch.addcmul(write, torch.exp(tokens.delta[..., None] * self.A), before)
+        output = (H @ tokens.c[..., None]).squeeze(-1) + self.D * tokens.mixed
+        return self.normalise(tokens.gate, output), H
 
     def select(self, rows: Tensor) -> Self:
         """Return the problem of the sequences `rows` alone."""
