@@ -1,19 +1,24 @@
 """Fixed points of causal maps over sequences: the problem, the solvers, the caps and the gradient."""
 
 from fpexp.fixed_point.auto import Auto
-from fpexp.fixed_point.gradient import one_step
+from fpexp.fixed_point.gradient import OneStep, Unrolled
+from fpexp.fixed_point.implicit import Implicit
 from fpexp.fixed_point.picard import Picard
 from fpexp.fixed_point.schedule import Converge, Fixed, Gamma, Schedule
 from fpexp.fixed_point.sequential import Sequential
-from fpexp.fixed_point.types import Cap, Problem, Solver, SolveResult, TokenwiseProblem
+from fpexp.fixed_point.types import BackwardRecord, Cap, Gradient, Problem, Solver, SolveResult, TokenwiseProblem
 from fpexp.status import Status
 
 __all__ = [
     "Auto",
+    "BackwardRecord",
     "Cap",
     "Converge",
     "Fixed",
     "Gamma",
+    "Gradient",
+    "Implicit",
+    "OneStep",
     "Picard",
     "Problem",
     "Schedule",
@@ -22,5 +27,5 @@ __all__ = [
     "Solver",
     "Status",
     "TokenwiseProblem",
-    "one_step",
+    "Unrolled",
 ]

@@ -145,6 +145,14 @@ class FPMambaProblem:
         write = terms.delta * token.whole.mix(terms, y)
         return State(y, torch.addcmul(token.decayed, write.mT, terms.b))
 
+    def split(self) -> list[Self]:
+        """Return the problems of the single tokens, cut in one go."""
+        parts = (self.x, self.z, self.coefficients, self.b, self.c, self.delta)
+        masks = (None,) * self.length if self.mask is None else self.mask.split(1, dim=1)
+        tokens = zip(*(part.split(1, dim=1) for part in parts), masks, strict=True)
+        names = ("x", "z", "coefficients", "b", "c", "delta", "mask")
+        return [replace(self, **dict(zip(names, token, strict=True))) for token in tokens]
+
     def terms(self, s: Tensor) -> Terms:
         """Return what the tokens' equations have as constants, given s (B, T, d)."""
         dtype, z = self.x.dtype, self.z
