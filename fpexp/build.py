@@ -14,7 +14,7 @@ import torch
 from fpexp.config.run import RunConfig
 from fpexp.config.schema import Component
 from fpexp.errors import FpexpError, UserError
-from fpexp.fixed_point import Auto, Schedule, Solver
+from fpexp.fixed_point import Auto, Gradient, Schedule, Solver
 from fpexp.models import LanguageModel
 from fpexp.randomness import seeded
 from fpexp.tasks import Task
@@ -68,9 +68,11 @@ def check(config: RunConfig) -> Experiment:
         task.check_length(length, f"evaluation.lengths[{index}]")
     schedule: Schedule = make(config.schedule)
     solver: Solver = make(config.solver)
-    for part, name, component in ((task, "sample", config.task), (schedule, "training_cap", config.schedule)):
-        _expect(part, name, component)
+    gradient: Gradient = make(config.gradient)
+    _expect(task, "sample", config.task)
+    _expect(schedule, "training_cap", config.schedule)
     _expect(solver, "solve", config.solver)
+    _expect(gradient, "attach", config.gradient)
     if schedule.caps_training and not solver.whole_sequence and _uses_solver(config.model):
         raise UserError(
             f"schedule={config.choices.schedule} caps whole-sequence iterations, which the sequential solver does not "
@@ -82,7 +84,12 @@ def check(config: RunConfig) -> Experiment:
 
 
 def _make_model(config: RunConfig, task: Task) -> LanguageModel:
-    model = make(config.model, vocabulary_size=task.vocabulary_size, solver=make(config.solver))
+    model = make(
+        config.model,
+        vocabulary_size=task.vocabulary_size,
+        solver=make(config.solver),
+        gradient=make(config.gradient),
+    )
     if not isinstance(model, LanguageModel):
         raise UserError(f"{config.model.target} must return a fpexp.models.LanguageModel, not {type(model).__name__}")
     return model

@@ -14,7 +14,7 @@ from fpexp.build import Experiment, build
 from fpexp.channel_mixers import DPLR, ChannelMixer, Householder, Kronecker
 from fpexp.channel_mixers.dplr import LowRank
 from fpexp.config.compose import compose
-from fpexp.fixed_point import Solver
+from fpexp.fixed_point import Gradient, OneStep, Solver
 from fpexp.models.fp_mamba import Dependence, FPMambaLayer
 from fpexp.models.fp_mamba_problem import FPMambaProblem
 
@@ -70,6 +70,43 @@ def affine(slope: list[float], offset: list[float] | float = 1.0, **settings: An
     return Toy(lambda y, a, b: a * y + b, slopes, offsets, **settings)
 
 
+class Recurrence:
+    """f(y)_t = slope_t y_t + y_{t-1} + 1 on (B, T, 1); the state before t is y_{t-1}."""
+
+    def __init__(self, slope: Tensor, before: Tensor | None = None, mask: Tensor | None = None) -> None:
+        self.slope, self.mask = slope, mask
+        self.before = torch.zeros_like(slope[:, :1]) if before is None else before
+
+    @property
+    def length(self) -> int:
+        return self.slope.shape[1]
+
+    def start(self) -> Tensor:
+        return torch.zeros_like(self.slope)
+
+    def evaluate(self, y: Tensor) -> Tensor:
+        return self.slope * y + torch.cat([self.before, y[:, :-1]], dim=1) + 1
+
+    def select(self, rows: Tensor) -> Self:
+        mask = None if self.mask is None else self.mask[rows]
+        return type(self)(self.slope[rows], self.before[rows], mask)
+
+    def initial_state(self) -> Tensor:
+        return self.before
+
+    def token_problem(self, t: int, state: Tensor) -> Recurrence:
+        mask = None if self.mask is None else self.mask[:, t : t + 1]
+        return type(self)(self.slope[:, t : t + 1], state, mask)
+
+    def advance(self, token: Recurrence, y: Tensor) -> Tensor:
+        return y
+
+    def split(self) -> list[Recurrence]:
+        masks = [None] * self.length if self.mask is None else self.mask.split(1, dim=1)
+        slopes = self.slope.split(1, dim=1)
+        return [type(self)(slope, self.before, mask) for slope, mask in zip(slopes, masks, strict=True)]
+
+
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     """Standard normal numbers from their own generator."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
@@ -87,6 +124,7 @@ def make_layer(
     weight_norm: bool = False,
     contracting: bool = True,
     seed: int = 0,
+    gradient: Gradient | None = None,
 ) -> FPMambaLayer:
     """A float64 layer, d_model 4, with every parameter away from its special initial value; a named mixer has width 6.
 
@@ -104,6 +142,7 @@ def make_layer(
             conv_width=conv_width,
             channel_mixer=mixer,
             solver=solver,
+            gradient=gradient or OneStep(),
             dependence=dependence,
             gate=gate,
             norm=norm,

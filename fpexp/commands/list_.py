@@ -6,7 +6,7 @@ from fpexp.config.catalogue import choices
 from fpexp.config.schema import did_you_mean
 from fpexp.errors import UserError
 
-KINDS = ("tasks", "models", "solvers", "schedules", "scales", "experiments")
+KINDS = ("tasks", "models", "solvers", "schedules", "gradients", "scales", "experiments")
 
 
 def run(arguments: list[str]) -> int:

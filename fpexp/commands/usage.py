@@ -18,7 +18,7 @@ groups:
 keys, with their defaults (??? is set by the scale):
 {keys}
 
-The keys of a task, model, solver or schedule stand in its file, with reasons: {conf}/<group>/<choice>.yaml"""
+The keys of a task, model, solver, schedule or gradient stand in its file, with reasons: {conf}/<group>/<choice>.yaml"""
 
 EVALUATE = """\
 usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=1024] [batch_size=256]
@@ -34,7 +34,7 @@ Lists recorded runs: id, task, model, status, token accuracy at the training len
 ("-" where its curve has no such length)."""
 
 LIST = """\
-usage: fpexp list [tasks|models|solvers|schedules|scales|experiments]
+usage: fpexp list [tasks|models|solvers|schedules|gradients|scales|experiments]
 
 Lists what conf/ offers, one line each."""
 

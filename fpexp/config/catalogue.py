@@ -7,7 +7,7 @@ from pathlib import Path
 from fpexp.config.schema import did_you_mean
 from fpexp.errors import UserError
 
-GROUPS = ("task", "model", "solver", "schedule", "scale", "tracking", "experiment")
+GROUPS = ("task", "model", "solver", "schedule", "gradient", "scale", "tracking", "experiment")
 
 
 def conf_dir() -> Path:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from fpexp.config.migration import migrate
 from fpexp.config.schema import Checker, Component, plain
 from fpexp.config.values import parse_value
 from fpexp.errors import UserError
@@ -24,6 +25,7 @@ class Choices:
     model: str
     solver: str
     schedule: str
+    gradient: str
     scale: str
     tracking: str
     experiment: str | None = None
@@ -95,6 +97,7 @@ class RunConfig:
     model: Component
     solver: Component
     schedule: Component
+    gradient: Component
     scale: Scale
     training: Training
     evaluation: Evaluation
@@ -157,7 +160,7 @@ def write_config(config: RunConfig, path: Path) -> None:
 
 
 def read_config(path: Path) -> RunConfig:
-    """Read a saved config, YAML or JSON, through the same checks as the command line."""
+    """Read a saved config, YAML or JSON and of an earlier version too, with the same checks as the command line."""
     try:
         text = path.read_text()
     except OSError as error:
@@ -171,6 +174,6 @@ def read_config(path: Path) -> RunConfig:
     if not isinstance(raw, Mapping):
         raise UserError(f"{path} holds no config: expected keys such as 'task' and 'model'")
     try:
-        return RunConfig.parse(raw)
+        return RunConfig.parse(migrate(raw))
     except UserError as error:
         raise UserError(f"{path}: {error}") from error

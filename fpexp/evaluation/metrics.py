@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fpexp.fixed_point import SolveResult, Status
+from fpexp.fixed_point import BackwardRecord, SolveResult, Status
 from fpexp.tasks import IGNORE
 
 
@@ -61,6 +61,36 @@ class Accuracy:
 
 
 @dataclass
+class BackwardStatistics:
+    """What the equations of one layer's backward passes took, summed over them."""
+
+    equations: int = 0
+    iterations: int = 0
+    iterations_max: int = 0
+    residual_max: float = 0.0
+
+    def add(self, record: BackwardRecord) -> None:
+        """Count what a backward pass has recorded."""
+        if sum(map(len, record.iterations)) == 0:
+            return
+        iterations, residual = torch.cat(record.iterations), torch.cat(record.residual)
+        self.equations += len(iterations)
+        self.iterations += int(iterations.sum())
+        self.iterations_max = max(self.iterations_max, int(iterations.max()))
+        self.residual_max = _worst([self.residual_max, float(residual.max())])
+
+    def summary(self) -> dict[str, Any]:
+        """Return mean and extremes over the equations; empty where there was none."""
+        if self.equations == 0:
+            return {}
+        return {
+            "gradient_iterations_mean": self.iterations / self.equations,
+            "gradient_iterations_max": self.iterations_max,
+            "gradient_residual_max": self.residual_max,
+        }
+
+
+@dataclass
 class SolveStatistics:
     """What the solvers of one layer reported, summed over sequences."""
 
@@ -70,15 +100,18 @@ class SolveStatistics:
     converged: int = 0
     cap_hits: int = 0
     residual_max: float = 0.0
+    backward: BackwardStatistics = field(default_factory=BackwardStatistics)
 
     def add(self, solve: SolveResult) -> None:
-        """Count the solve of one batch."""
+        """Count the solve of one batch and, where it came to one, of its backward pass."""
         self.sequences += len(solve.status)
         self.iterations += int(solve.iterations.sum())
         self.iterations_max = max(self.iterations_max, int(solve.iterations.max()))
         self.converged += int((solve.status == Status.CONVERGED).sum())
         self.cap_hits += int((solve.status == Status.CAP_REACHED).sum())
         self.residual_max = _worst([self.residual_max, float(solve.residual.max())])
+        if solve.backward is not None:
+            self.backward.add(solve.backward)
 
     def summary(self) -> dict[str, Any]:
         """Return means and extremes over the sequences."""
@@ -88,6 +121,7 @@ class SolveStatistics:
             "fraction_converged": _ratio(self.converged, self.sequences),
             "cap_hits": self.cap_hits,
             "residual_max": self.residual_max,
+            **self.backward.summary(),
         }
 
 
@@ -115,8 +149,19 @@ class LayerStatistics:
             "fraction_converged": min(row["fraction_converged"] for row in rows),
             "cap_hits": sum(row["cap_hits"] for row in rows),
             "residual_max": _worst([row["residual_max"] for row in rows]),
+            **_gradient_summary([row for row in rows if "gradient_iterations_mean" in row]),
             "layers": rows,
         }
+
+
+def _gradient_summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    if not rows:
+        return {}
+    return {
+        "gradient_iterations_mean": sum(row["gradient_iterations_mean"] for row in rows) / len(rows),
+        "gradient_iterations_max": max(row["gradient_iterations_max"] for row in rows),
+        "gradient_residual_max": _worst([row["gradient_residual_max"] for row in rows]),
+    }
 
 
 def _worst(residuals: Sequence[float]) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
@@ -25,7 +26,8 @@ class SolveResult:
     `value` (B, T, d) is the iterate that `residual` (B,) was measured at; `status` (B,) holds `Status` codes, and a
     NaN residual is never CONVERGED. `iterations` (B,) counts whole-sequence evaluations of f, or, for the sequential
     solver, the largest number of evaluations that one token of the sequence took; `tokens` then has them all. `known`
-    is what the problem's own sweep has left for `evaluate`, so that it need not compute it again.
+    is what the problem's own sweep has left for `evaluate`, so that it need not compute it again. `backward` is there
+    where the gradient solves equations of its own.
     """
 
     value: Tensor
@@ -34,6 +36,7 @@ class SolveResult:
     status: Tensor
     tokens: TokenRecord | None = None
     known: Any = None
+    backward: BackwardRecord | None = None
 
     def prefix(self, length: int) -> SolveResult:
         """Return what the same solver finds on the first `length` tokens; needs `tokens`."""
@@ -57,6 +60,25 @@ class TokenRecord:
     def result(self, value: Tensor) -> SolveResult:
         """Return the result whose sequences are as good as their worst token; a NaN residual stays one."""
         return SolveResult(value, self.iterations.amax(-1), self.residual.amax(-1), self.status.amax(-1), self)
+
+
+@dataclass
+class BackwardRecord:
+    """What the linear equations of a backward pass took: filled in while it runs, empty before.
+
+    Each entry has the `iterations` and relative `residual` of some equations that were solved together, (n,) each.
+    """
+
+    iterations: list[Tensor] = field(default_factory=list)
+    residual: list[Tensor] = field(default_factory=list)
+
+    def add(self, iterations: Tensor, residual: Tensor, mask: Tensor | None) -> None:
+        """Add the equations of a batch, (B,) each; one without a real token in `mask` (B, T) does not count."""
+        if mask is not None:
+            real = mask.any(-1)
+            iterations, residual = iterations[real], residual[real]
+        self.iterations.append(iterations)
+        self.residual.append(residual)
 
 
 class Problem(Protocol):
@@ -93,6 +115,7 @@ class LaggedProblem(Problem, Protocol):
         ...
 
 
+@runtime_checkable
 class TokenwiseProblem(Problem, Protocol):
     """A problem that can also be solved token by token, carrying what the past leaves behind."""
 
@@ -111,6 +134,13 @@ class TokenwiseProblem(Problem, Protocol):
 
     def advance(self, token: Any, y: Tensor) -> Any:
         """Return the state after the token whose problem was solved by `y` (B, 1, d)."""
+        ...
+
+    def split(self) -> Sequence[Self]:
+        """Return the problems of T = 1 whose token 0 is this one's token t, cut in one go.
+
+        For what is differentiated: the gradients of T slices are T tensors of the full length.
+        """
         ...
 
 
@@ -134,4 +164,12 @@ class Solver(Protocol):
 
     def solve(self, problem: Any, cap: Cap, *, training: bool) -> SolveResult:
         """Solve without gradient. In training the batch stops together; otherwise each sequence by itself."""
+        ...
+
+
+class Gradient(Protocol):
+    """Makes of a solve, which has no gradient, an output that has one."""
+
+    def attach(self, problem: Any, result: SolveResult) -> tuple[Tensor, SolveResult]:
+        """Return f at what was found, (B, T, d), with gradient, and the result, with its `backward` if there is one."""
         ...

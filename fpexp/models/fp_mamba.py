@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.errors import UserError
-from fpexp.fixed_point import Cap, Solver, SolveResult, one_step
+from fpexp.fixed_point import Cap, Gradient, Solver, SolveResult
 from fpexp.models.fp_mamba_problem import FPMambaProblem, State, plus
 from fpexp.models.lm import LanguageModel, ResidualBlock, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
@@ -57,6 +57,7 @@ class FPMambaLayer(SequenceLayer):
         conv_width: int,
         channel_mixer: ChannelMixer,
         solver: Solver,
+        gradient: Gradient,
         dependence: Dependence,
         gate: str,
         norm: str,
@@ -66,7 +67,7 @@ class FPMambaLayer(SequenceLayer):
     ) -> None:
         super().__init__()
         self.width, self.state_size, self.dt_rank = width, state_size, dt_rank
-        self.channel_mixer, self.solver = channel_mixer, solver
+        self.channel_mixer, self.solver, self.gradient = channel_mixer, solver, gradient
         self.gate_inside = gate == "inside"
         self.output_size = d_model
         self.iterations_depend_on_length = solver.whole_sequence
@@ -113,10 +114,10 @@ class FPMambaLayer(SequenceLayer):
             self.dt_projection.bias.copy_(delta + torch.log(-torch.expm1(-delta)))  # the inverse of softplus
 
     def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
-        """Solve for y* without gradient, attach it by one evaluation, gate and project."""
+        """Solve for y* without gradient, attach it, gate and project."""
         problem = self.problem(u, mask)
         result = self.solver.solve(problem, cap, training=self.training)
-        y = one_step(problem, result)
+        y, result = self.gradient.attach(problem, result)
         if not self.gate_inside:
             z = plus(problem.z, functional.linear(problem.previous(y), problem.gate_weight))
             y = functional.silu(z) * y
@@ -155,6 +156,7 @@ class FPMambaLayer(SequenceLayer):
 def fp_mamba(
     vocabulary_size: int,
     solver: Solver,
+    gradient: Gradient,
     *,
     channel_mixer: Callable[[int], ChannelMixer],
     d_model: Count,
@@ -168,7 +170,6 @@ def fp_mamba(
     gate: Literal["outside", "inside"],
     dependence: Dependence,
     delta_range: tuple[Positive, Positive],
-    gradient: Literal["one_step"],
     weight_norm: bool,
     dropout: Probability,
 ) -> LanguageModel:
@@ -183,6 +184,7 @@ def fp_mamba(
         "dt_rank": dt_rank or math.ceil(d_model / 16),
         "conv_width": conv_width,
         "solver": solver,
+        "gradient": gradient,
         "dependence": dependence,
         "gate": gate,
         "norm": norm,

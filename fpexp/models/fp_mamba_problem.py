@@ -162,6 +162,13 @@ class FPMambaProblem:
         write = terms.delta * token.whole.mix(terms, y)
         return State(y, torch.addcmul(token.decayed, write.mT, terms.b))
 
+    def split(self) -> list[Self]:
+        """Return the problems of the single tokens, cut in one go."""
+        parts = (self.x, self.z, self.from_x)
+        masks = (None,) * self.length if self.mask is None else self.mask.split(1, dim=1)
+        tokens = zip(*(part.split(1, dim=1) for part in parts), masks, strict=True)
+        return [replace(self, x=x, z=z, from_x=from_x, mask=mask) for x, z, from_x, mask in tokens]
+
     def terms(self, s: Tensor) -> Terms:
         """Return what the tokens' equations have as constants, given s (B, T, d)."""
         x_parts = self.from_x.split(self.columns.sizes, dim=-1)

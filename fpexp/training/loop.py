@@ -138,7 +138,7 @@ class Trainer:
                 output = self.model(part.inputs, cap, part.mask)
             (summed_loss(output.logits, part.targets) / scored).backward()
             accuracy.add(output.logits.detach(), part.targets)
-            statistics.add(output.solves)
+            statistics.add(output.solves)  # after the backward pass, which fills its part in
         return accuracy, statistics
 
     def _gradient_norm(self) -> float:

@@ -57,6 +57,9 @@ def digest(folder: Path) -> dict[str, str]:
             "schedule.max_iterations=16",
         ],
         ["task=a5", "model=fp_mamba_dplr", "model.channel_mixer.rank=2", "solver=picard", "schedule=gamma"],
+        ["task=a4", "model=fp_mamba_k", "gradient=unrolled", "gradient.steps=3"],
+        ["task=a4", "model=fp_mamba_k", "gradient=implicit", "gradient.tolerance=1e-2"],
+        ["task=a4", "model=lstm", "gradient=implicit"],
         ["task=group", "task.group='A4 x Z5'", "model=fp_mamba_k"],
         ["task=group", "task.group=A4 x Z5", "model=fp_mamba_k", "task.bos=true", "precision=bfloat16"],
     ],
@@ -184,7 +187,7 @@ def test_runs_of_nothing(cli: CommandLine) -> None:
     assert not Path("elsewhere").exists()
 
 
-@pytest.mark.parametrize("kind", ["task", "model", "solver", "schedule", "scale", "experiment"])
+@pytest.mark.parametrize("kind", ["task", "model", "solver", "schedule", "gradient", "scale", "experiment"])
 def test_list_has_a_line_for_each_choice(cli: CommandLine, kind: str) -> None:
     answer = cli("list", f"{kind}s")
     assert answer.code == 0
@@ -212,7 +215,7 @@ def test_help_of_every_command(cli: CommandLine, command: str) -> None:
 
 def test_help_of_train_has_groups_values_and_keys(cli: CommandLine) -> None:
     out = cli("train", "--help").out
-    for group in ("task", "model", "solver", "schedule", "scale", "tracking", "experiment"):
+    for group in ("task", "model", "solver", "schedule", "gradient", "scale", "tracking", "experiment"):
         for name in (group, *choices(group)):
             assert re.search(rf"^\s+{name}\b", out, re.MULTILINE), name
     for key in ("device", "precision", "threads", "seed", "results_dir", "steps", "lr", "samples", "fail_fast"):

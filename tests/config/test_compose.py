@@ -72,6 +72,14 @@ def test_a_capped_schedule_does_not_bother_a_model_without_solver() -> None:
     check(compose([*BASE, "solver=sequential", "schedule=gamma"]))
 
 
+@pytest.mark.parametrize("gradient", choices("gradient"))
+@pytest.mark.parametrize("model", choices("model"))
+def test_every_model_builds_with_every_gradient(model: str, gradient: str) -> None:
+    config = check(compose(["task=a4", f"model={model}", f"gradient={gradient}"])).config
+    assert config.choices.gradient == gradient
+    assert config.gradient.target.startswith("fpexp.fixed_point.")
+
+
 @pytest.mark.parametrize("tracking", choices("tracking"))
 def test_every_tracking_composes(tracking: str) -> None:
     assert compose([*BASE, f"tracking={tracking}"]).tracking.wandb == (tracking == "wandb")
@@ -109,12 +117,13 @@ def components(value: Any) -> Iterator[Component]:
     [[*task_words(task), "model=lstm"] for task in choices("task")]
     + [["task=a4", f"model={model}"] for model in choices("model")]
     + [[*BASE, f"solver={solver}"] for solver in choices("solver")]
-    + [[*BASE, f"schedule={schedule}"] for schedule in choices("schedule")],
+    + [[*BASE, f"schedule={schedule}"] for schedule in choices("schedule")]
+    + [[*BASE, f"gradient={gradient}"] for gradient in choices("gradient")],
     ids=" ".join,
 )
 def test_every_setting_of_a_component_stands_in_its_file(words: list[str]) -> None:
     config = compose(words)
-    for root in (config.task, config.model, config.solver, config.schedule):
+    for root in (config.task, config.model, config.solver, config.schedule, config.gradient):
         for component in components(root):
             assert set(component.settings) == set(settings_of(component.resolve())), component.target
 
@@ -141,7 +150,8 @@ def composed(*words: str) -> dict[str, Any]:
         ([], "schedule.evaluation_max_iterations", 1000),
         (["schedule=gamma"], "schedule.mean", 4.0),
         (["schedule=gamma"], "schedule.shape", 4.0),
-        ([], "model.gradient", "one_step"),
+        ([], "choices.gradient", "one_step"),
+        ([], "gradient._target_", "fpexp.fixed_point.OneStep"),
         ([], "model.dependence", {"lambda": False, "Q": True, "b": True, "c": True, "gate": True}),
         (["model=fp_mamba_h"], "model.channel_mixer.a_max", 2.0),
         (["model=fp_mamba_dplr"], "model.channel_mixer.a_max", 2.0),
@@ -234,6 +244,13 @@ def test_a_typo_in_the_section_beside_a_config_file(saved: RunConfig, tmp_path: 
             ["solver=pickard"],
             ["unknown solver 'pickard'", "did you mean 'picard'?", "(anderson, auto, lagged, picard, sequential)"],
         ),
+        (["gradient=implicite"], ["unknown gradient 'implicite'", "'implicit'?", "(implicit, one_step, unrolled)"]),
+        (["gradient=unrolled", "gradient.steps=0"], ["gradient.steps=0 is out of range"]),
+        (["gradient=unrolled", "gradient.step=2"], ["'gradient.step'", "did you mean 'gradient.steps'?"]),
+        (["gradient=implicit", "gradient.tolerance=0"], ["gradient.tolerance=0 is out of range"]),
+        (["gradient=implicit", "gradient.restart=0"], ["gradient.restart=0 is out of range"]),
+        (["gradient.tolerance=0.1"], ["unknown key 'gradient.tolerance'"]),
+        (["model.gradient=one_step"], ["unknown key 'model.gradient'"]),
         (["scale=huge"], ["unknown scale 'huge'", "(cpu, gpu, paper)"]),
         (["tracking=wanbd"], ["unknown tracking 'wanbd'", "did you mean 'wandb'?"]),
         (["experiment=demo_a5"], ["unknown experiment 'demo_a5'", "did you mean 'demo_a4'?"]),
@@ -369,7 +386,14 @@ def test_fingerprint_is_of_what_decides_the_numbers(tmp_path: Path) -> None:
     fingerprint = tiny(tmp_path).fingerprint()
     for same in (["tracking=wandb"], ["results_dir=elsewhere"], ["sweep.rerun=true"]):
         assert tiny(tmp_path, *same).fingerprint() == fingerprint
-    for other in (["seed=1"], ["training.lr=0.5"], ["evaluation.samples=9"], ["task.group=S3"], ["model.layers=2"]):
+    for other in (
+        ["seed=1"],
+        ["training.lr=0.5"],
+        ["evaluation.samples=9"],
+        ["task.group=S3"],
+        ["model.layers=2"],
+        ["gradient=implicit"],
+    ):
         assert tiny(tmp_path, *other).fingerprint() != fingerprint
 
 

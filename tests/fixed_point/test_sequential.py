@@ -2,49 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
-from helpers import random
+from helpers import Recurrence, random
 from torch import Tensor
 
 from fpexp.config.compose import compose
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, Picard, Sequential, Status
 from fpexp.fixed_point.iterate import token_residual
-
-
-class Recurrence:
-    """f(y)_t = slope_t y_t + y_{t-1} + 1 on (B, T, 1); the state before t is y_{t-1}."""
-
-    def __init__(self, slope: Tensor, before: Tensor | None = None, mask: Tensor | None = None) -> None:
-        self.slope, self.mask = slope, mask
-        self.before = torch.zeros_like(slope[:, :1]) if before is None else before
-
-    @property
-    def length(self) -> int:
-        return self.slope.shape[1]
-
-    def start(self) -> Tensor:
-        return torch.zeros_like(self.slope)
-
-    def evaluate(self, y: Tensor) -> Tensor:
-        return self.slope * y + torch.cat([self.before, y[:, :-1]], dim=1) + 1
-
-    def select(self, rows: Tensor) -> Self:
-        mask = None if self.mask is None else self.mask[rows]
-        return type(self)(self.slope[rows], self.before[rows], mask)
-
-    def initial_state(self) -> Tensor:
-        return self.before
-
-    def token_problem(self, t: int, state: Tensor) -> Recurrence:
-        mask = None if self.mask is None else self.mask[:, t : t + 1]
-        return type(self)(self.slope[:, t : t + 1], state, mask)
-
-    def advance(self, token: Recurrence, y: Tensor) -> Tensor:
-        return y
 
 
 def slopes(batch: int = 4, length: int = 6) -> Tensor:

@@ -27,6 +27,13 @@ SOLVED = {
     for solver in ("picard", "sequential")
 } | {"lstm": MODELS["lstm"]}
 
+ATTACHED = {
+    f"{name}-{gradient}": [f"model=fp_mamba_{name}", f"gradient={gradient}"]
+    for name in ("h", "k")
+    for gradient in ("implicit", "unrolled")
+}
+
+attached = pytest.mark.parametrize("words", [*SOLVED.values(), *ATTACHED.values()], ids=[*SOLVED, *ATTACHED])
 solved = pytest.mark.parametrize("words", SOLVED.values(), ids=SOLVED.keys())
 fp_solved = pytest.mark.parametrize("words", [w for n, w in SOLVED.items() if n != "lstm"], ids=lambda w: "-".join(w))
 
@@ -63,7 +70,7 @@ def rms_norm(u: Tensor, weight: Tensor) -> Tensor:
     return u / (u.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
-@solved
+@attached
 def test_three_passes_give_three_times_the_gradient(words: list[str]) -> None:
     """CASES.md 5: nothing is carried from one pass to the next."""
     model = tiny(*words, EXACT).model
@@ -76,7 +83,7 @@ def test_three_passes_give_three_times_the_gradient(words: list[str]) -> None:
         torch.testing.assert_close(thrice, 3 * gradient)
 
 
-@solved
+@attached
 def test_two_forwards_before_one_backward(words: list[str]) -> None:
     """CASES.md 5."""
     model = tiny(*words, EXACT).model
@@ -90,10 +97,10 @@ def test_two_forwards_before_one_backward(words: list[str]) -> None:
         torch.testing.assert_close(both, gradient)
 
 
-@pytest.mark.parametrize("name", ["k-picard", "h-sequential", "lstm"])
+@pytest.mark.parametrize("name", ["k-picard", "h-sequential", "k-implicit", "h-unrolled", "lstm"])
 def test_training_mixed_with_evaluation_holds_on_to_nothing(name: str) -> None:
     """CASES.md 5: twenty steps later no more tensors are alive."""
-    model = tiny(*SOLVED[name]).model
+    model = tiny(*{**SOLVED, **ATTACHED}[name]).model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(seed: int) -> None:

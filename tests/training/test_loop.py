@@ -202,6 +202,33 @@ def test_rows_say_what_the_solvers_did(tmp_path: Path) -> None:
         assert [layer["cap_hits"] for layer in row["layers"]] == [row["n"]] * 2
 
 
+GRADIENT_ROW = {"gradient_iterations_mean", "gradient_iterations_max", "gradient_residual_max"}
+
+
+def test_rows_say_what_the_equations_of_the_backward_pass_took(tmp_path: Path) -> None:
+    """In training alone, for all layers and each; the same in two micro-batches."""
+    words = ["training.steps=2", "model.layers=2", "gradient=implicit", "gradient.tolerance=1e-4", "precision=float64"]
+    _, tracker = train_tiny(tmp_path, *words, model="fp_mamba_h")
+    _, halves = train_tiny(tmp_path, *words, "training.accumulation=2", model="fp_mamba_h")
+    for row in tracker.of("train"):
+        for part in (row, *row["layers"]):
+            assert part.keys() >= GRADIENT_ROW
+            assert 0 < part["gradient_iterations_mean"] <= part["gradient_iterations_max"] <= 50
+            assert 0 < part["gradient_residual_max"] <= 1e-4
+    for row in tracker.of("validation"):
+        assert not any(GRADIENT_ROW & part.keys() for part in (row, *row["layers"]))
+    for row, other in zip(tracker.of("train"), halves.of("train"), strict=True):
+        assert other["gradient_iterations_mean"] == pytest.approx(row["gradient_iterations_mean"])
+        assert other["gradient_iterations_max"] == row["gradient_iterations_max"]
+        assert other["gradient_residual_max"] == pytest.approx(row["gradient_residual_max"], rel=1e-6)
+
+
+@pytest.mark.parametrize("gradient", ["one_step", "unrolled"])
+def test_no_other_gradient_has_such_numbers(tmp_path: Path, gradient: str) -> None:
+    _, tracker = train_tiny(tmp_path, "training.steps=1", f"gradient={gradient}", model="fp_mamba_h")
+    assert not any(GRADIENT_ROW & row.keys() for row in tracker.rows)
+
+
 def test_early_stop_when_asked(tmp_path: Path) -> None:
     words = ["training.steps=20", "training.evaluate_every=4"]
     trainer, _ = train_tiny(tmp_path, *words, "training.stop_at_accuracy=0")
