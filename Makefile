@@ -4,7 +4,7 @@ VENV ?= .venv
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo reproduce clean distclean
+.PHONY: help setup test check format demo reproduce bench clean distclean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ demo: $(STAMP) ## train FP-Mamba and an LSTM on A4 and show their length-general
 
 reproduce: $(STAMP) ## the runs of results/reference
 	@$(VENV)/bin/fpexp train -m experiment=reference_a4
+
+bench: $(STAMP) ## time this machine against its baselines; BENCH_ARGS is handed on
+	@$(VENV)/bin/python -m pip install -q -e '.[bench]'
+	@$(VENV)/bin/fpexp bench $(BENCH_ARGS)
 
 clean: ## remove caches and build output; results/ and the environment stay
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -13,6 +13,7 @@ COMMANDS = {
     "train": "train a run, resume one, or sweep with -m",
     "evaluate": "measure a recorded run at other lengths",
     "runs": "list recorded runs",
+    "bench": "time this machine against named baselines",
     "list": "list tasks, models, solvers, schedules, scales, experiments",
     "doctor": "check the installation and this machine",
 }

@@ -24,19 +24,26 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "hydra-core", "omegaconf", "saf
 def describe(config: RunConfig, parameters: int, words: Sequence[str]) -> dict[str, Any]:
     """Return what environment.json says of one sitting; `words` are the arguments of `fpexp train`."""
     return {
-        "fpexp": fpexp.__version__,
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "commit": _commit(),
-        "command": shlex.join(["fpexp", "train", *words]),
-        "platform": platform.platform(),
-        "device": _device_name(config.device),
-        "cpus": os.cpu_count(),
-        "backends": {op: choose(op, torch.device(config.device)) for op in OPS},
-        "threads": torch.get_num_threads(),
+        **describe_machine(config.device, ["train", *words]),
         "seed": config.seed,
         "parameters": parameters,
         "fingerprint": config.fingerprint(),
+    }
+
+
+def describe_machine(device: str, words: Sequence[str], packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
+    """Return versions, commit and machine; `words` are what was typed after `fpexp`."""
+    return {
+        "fpexp": fpexp.__version__,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in packages},
+        "commit": _commit(),
+        "command": shlex.join(["fpexp", *words]),
+        "platform": platform.platform(),
+        "device": _device_name(device),
+        "cpus": os.cpu_count(),
+        "backends": {op: choose(op, torch.device(device)) for op in OPS},
+        "threads": torch.get_num_threads(),
     }
 
 

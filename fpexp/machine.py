@@ -18,13 +18,18 @@ def autocast(config: RunConfig) -> torch.autocast:
 
 def apply_settings(config: RunConfig) -> tuple[str, ...]:
     """Set threads and determinism for this process; return what cannot be pinned, a line each."""
-    torch.set_num_threads(config.threads or _TORCHS_CHOICE_OF_THREADS)
+    set_threads(config.threads)
     pinned = config.deterministic and config.device != "cpu"
     torch.use_deterministic_algorithms(pinned, warn_only=True)
     if not pinned:
         return ()
     torch.backends.cudnn.benchmark = False
     return ("deterministic=true: cuDNN's LSTM and atomics in library kernels are not pinned",)
+
+
+def set_threads(threads: int) -> None:
+    """Use so many CPU threads in this process; 0 is torch's own choice."""
+    torch.set_num_threads(threads or _TORCHS_CHOICE_OF_THREADS)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -166,6 +166,14 @@ def test_wandb_stays_in_its_tracker() -> None:
     assert not arrows([file for file in FILES if name_of(file) != "fpexp.tracking.wandb"], "wandb")
 
 
+def test_benchmarks_stand_apart() -> None:
+    """Nothing but their command knows them, and the packages that they compare with are imported by them alone."""
+    others = [file for file in FILES if not under(name_of(file), "fpexp.bench")]
+    assert not arrows(others, "mambapy", "transformers")
+    commands = ("fpexp.commands.bench", "fpexp.commands.usage")
+    assert not arrows([file for file in others if name_of(file) not in commands], "fpexp.bench")
+
+
 def run(code: str) -> None:
     """Run Python in a fresh process; its last words on stderr are the failure's message."""
     done = subprocess.run(
@@ -175,7 +183,17 @@ def run(code: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], [], ["--version"], ["train", "--help"], ["runs", "--help"], ["list"]]
+    "arguments",
+    [
+        ["--help"],
+        [],
+        ["--version"],
+        ["train", "--help"],
+        ["runs", "--help"],
+        ["list"],
+        ["bench", "--help"],
+        ["bench", "--list"],
+    ],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     run(f"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fpexp.bench import BENCHMARKS
 from fpexp.config.catalogue import GROUPS, choices, conf_dir
 
 TRAIN = """\
@@ -33,6 +34,20 @@ usage: fpexp runs [results_dir=results]
 Lists recorded runs: id, task, model, status, token accuracy at the training length and at four times it
 ("-" where its curve has no such length)."""
 
+BENCH = """\
+usage: fpexp bench [<name> ...] [threads=0] [repeats=15] [warmup=2] [budget=60] [results_dir=results]
+                   [<key of a benchmark>=<value> ...]
+       fpexp bench --list
+
+Runs benchmarks, all of them unless some are named, one after another in one process. Every contender is first checked
+against the reference; then they are timed in turn, A B A B, `repeats` rounds after `warmup`, or as many as `budget`
+seconds allow, at least three. Prints a table for each and writes <results_dir>/bench/<name>-<time>.json.
+
+benchmarks, with keys of their own:
+{benchmarks}
+
+Packages to compare with come with pip install 'fpexp[bench]'; what is not installed is left out and said."""
+
 LIST = """\
 usage: fpexp list [tasks|models|solvers|schedules|gradients|scales|experiments]
 
@@ -49,6 +64,8 @@ TEXTS = {"evaluate": EVALUATE, "runs": RUNS, "list": LIST, "doctor": DOCTOR}
 
 def describe(command: str) -> str:
     """Return the help text of a command."""
+    if command == "bench":
+        return BENCH.format(benchmarks="\n".join(map(_benchmark, BENCHMARKS)))
     if command != "train":
         return TEXTS[command]
     groups = []
@@ -56,6 +73,10 @@ def describe(command: str) -> str:
         groups.append(f"  {group}")
         groups += [f"    {name:<16} {text}" for name, text in choices(group).items()]
     return TRAIN.format(groups="\n".join(groups), keys=_top_level_keys(), conf=conf_dir())
+
+
+def _benchmark(name: str) -> str:
+    return f"  {name:<18} {BENCHMARKS[name].text}\n{'':<20} {BENCHMARKS[name].keys}"
 
 
 def _top_level_keys() -> str:

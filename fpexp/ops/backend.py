@@ -6,6 +6,8 @@ import functools
 import importlib
 import importlib.util
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -19,6 +21,8 @@ _FUSED = {"cpu": "cpu", "cuda": "triton"}
 
 _COMPILER = {"cpu": "numba", "triton": "triton"}
 """The package that a backend needs."""
+
+_auto_is_reference = False
 
 
 @functools.cache
@@ -36,7 +40,7 @@ def choose(op: str, device: torch.device, requested: str = "auto") -> str:
     """
     existing = available(op)
     if requested == "auto":
-        return _fastest(op, device, existing)
+        return "reference" if _auto_is_reference else _fastest(op, device, existing)
     if requested not in existing:
         raise UserError(f"backend={requested}: {op} has no such backend ({', '.join(('auto', *existing))})")
     if requested == "reference":
@@ -47,6 +51,20 @@ def choose(op: str, device: torch.device, requested: str = "auto") -> str:
     if reason := _missing(op, requested):
         raise UserError(f"backend={requested} {reason}, or use backend=reference")
     return requested
+
+
+@contextmanager
+def only_reference() -> Iterator[None]:
+    """Inside the block `auto` is `reference`, in every thread: for comparing a whole model with the truth."""
+    global _auto_is_reference
+    outside = _auto_is_reference
+    try:
+        _auto_is_reference = True
+        choose.cache_clear()
+        yield
+    finally:
+        _auto_is_reference = outside
+        choose.cache_clear()
 
 
 def load(op: str, device: torch.device, requested: str = "auto") -> ModuleType:

@@ -230,7 +230,7 @@ def test_help_and_list_are_quick_and_import_nothing_heavy(tmp_path: Path) -> Non
     code = """
 import sys, time
 from fpexp.cli import main
-for words in ([], ["--help"], ["--version"], ["train", "--help"], ["runs", "--help"], ["list"]):
+for words in ([], ["--help"], ["--version"], ["train", "--help"], ["runs", "--help"], ["list"], ["bench", "--list"]):
     assert main(words) == 0
 taken = time.process_time()
 heavy = {"torch", "hydra", "omegaconf", "numpy", "matplotlib", "wandb", "datasets", "rich"} & set(sys.modules)

@@ -80,3 +80,21 @@ def test_errors_reach_the_caller_of_an_op() -> None:
     x = torch.ones(1, 2, 3)
     with pytest.raises(UserError, match="backend=zz"):
         selective_scan(x, x, -torch.ones(3, 1), x[..., :1], x[..., :1], x[0, 0], backend="zz")
+
+
+def test_only_the_reference_inside_the_block() -> None:
+    """What is asked for by name stays so."""
+    outside = backend.choose("selective_scan", CPU)
+    with backend.only_reference():
+        assert set(backends().values()) == {"reference"}
+        assert backend.load("selective_scan", CPU).__name__ == "fpexp.ops.selective_scan.reference"
+        if outside == "cpu":
+            assert backend.choose("selective_scan", CPU, "cpu") == "cpu"
+    assert backend.choose("selective_scan", CPU) == outside
+
+
+def test_the_block_ends_with_an_exception_too() -> None:
+    outside = backend.choose("selective_scan", CPU)
+    with pytest.raises(UserError), backend.only_reference():
+        backend.choose("selective_scan", CPU, "zz")
+    assert backend.choose("selective_scan", CPU) == outside
