@@ -39,6 +39,7 @@ exit codes: 0 done, 1 failure, 2 a mistake in what was asked for, 130 Ctrl-C, 14
 def main(argv: list[str] | None = None) -> int:
     """Run one command; errors become one line on stderr and an exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch loads OpenMP: idle threads leave kernels the core
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a model or task of one's own beside the run, as with python -m
     try:
