@@ -79,7 +79,6 @@ def whole(size: int) -> int:
 
 
 _compiled = njit(error_model="numpy")
-_inlined = njit(inline="always", error_model="numpy")
 
 
 @_compiled
@@ -97,7 +96,7 @@ def triangle_room(mixer: Any) -> int:
     return n * (n + 1) // 2 + LANES
 
 
-@_inlined
+@_compiled
 def _one_factor(n: int, padded: int) -> int:
     return (2 * n + 5) * padded
 
@@ -232,7 +231,7 @@ def _make_kronecker(
     return at + n + triangle
 
 
-@_inlined
+@_compiled
 def _symmetric_product(F: Any, G: int, n: int, padded: int, v: int, to: int, scale: float) -> None:
     """F[to:] = scale G v; several sums at a time, for a sum waits for its last product."""
     for block in range(0, padded, LANES):
@@ -292,7 +291,7 @@ def _rayleigh(F: Any, G: int, n: int, padded: int, v: int) -> float:
     return lane_sum(total)
 
 
-@_inlined
+@_compiled
 def _left_product(A: Any, G: int, n: int, step: int, B: Any, b: int, rows: int, padded: int, to: Any, at: int) -> None:
     """to[at:] = G B for G (n, `rows`) with rows `step` apart, B (rows, padded): four rows of G share a row of B."""
     fours = n - n % 4
@@ -348,7 +347,7 @@ def apply(mixer: Any, F: Any, v: Any, scratch: Any) -> None:
             _reflect(v, scratch, F, i * padded, F[rank * padded + i], padded)
 
 
-@_inlined
+@_compiled
 def _dot(a: Any, at: int, b: Any, bt: int, count: int) -> float:
     """Two sums at a time, for a sum waits for its last product."""
     even = odd = zeros(load(a, at))
@@ -361,20 +360,20 @@ def _dot(a: Any, at: int, b: Any, bt: int, count: int) -> float:
     return lane_sum(even + odd)
 
 
-@_inlined
+@_compiled
 def _add(v: Any, at: int, weight: float, u: Any, ut: int, count: int) -> None:
     """v += weight u"""
     for j in range(0, count, LANES):
         store(v, at + j, load(v, at + j) + broadcast(weight) * load(u, ut + j))
 
 
-@_inlined
+@_compiled
 def _reflect(v: Any, seen: Any, F: Any, u: int, a: float, padded: int) -> None:
     """v -= a (u . seen) u"""
     _add(v, 0, -a * _dot(F, u, seen, 0, padded), F, u, padded)
 
 
-@_inlined
+@_compiled
 def silu_back(v: Any, gradient: Any) -> Any:
     """The gradient of what silu was given."""
     s = sigmoid(v)

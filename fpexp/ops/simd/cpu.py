@@ -289,20 +289,20 @@ def _log1p_of_vector(vector: Any) -> Any:
     return code
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def absolute(vector: Any) -> Any:
     """|v| in each lane; a lane that is NaN stays NaN."""
     return at_least(vector, zeros(vector) - vector)
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def sigmoid(vector: Any) -> Any:
     """1 / (1 + e^-v) in each lane."""
     one = ones(vector)
     return one / (one + exp(zeros(vector) - vector))
 
 
-@njit(inline="always")
+@njit(error_model="numpy")
 def softplus(vector: Any) -> Any:
     """log(1 + e^v) in each lane; v itself above 20, as torch has it."""
     zero = zeros(vector)
