@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fpexp.fixed_point.types import Cap, Problem, SolveResult
+from fpexp.ops.token_residual import token_residual as distances
 from fpexp.status import Status
 
 EPSILON = 1e-6
@@ -16,10 +17,8 @@ EPSILON = 1e-6
 
 def token_residual(f_y: Tensor, y: Tensor, kind: str = "relative") -> Tensor:
     """Residual of each token (B, T): |f(y)_t - y_t|_inf, relative to max(|f(y)_t|_inf, eps) (paper sec. 3.4)."""
-    difference = (f_y - y).abs().amax(-1)
-    if kind == "absolute":
-        return difference
-    return difference / f_y.abs().amax(-1).clamp_min(EPSILON)
+    difference, size = distances(f_y, y)
+    return difference if kind == "absolute" else difference / size.clamp_min(EPSILON)
 
 
 @dataclass(frozen=True)
@@ -36,12 +35,13 @@ class Stopping:
     together: bool
     outlier_quantile: float = 0.0
 
-    def residual(self, f_y: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the residual of each sequence (B,), the largest over its real tokens."""
-        tokens = token_residual(f_y, y, self.kind)
+    def measure(self, f_y: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the residual of each sequence and the size of f(y), (B,) each: the largest over its real tokens."""
+        difference, size = distances(f_y, y)
+        residual = difference if self.kind == "absolute" else difference / size.clamp_min(EPSILON)
         if mask is not None:
-            tokens = tokens.masked_fill(~mask, 0.0)
-        return tokens.amax(-1)
+            residual, size = residual.masked_fill(~mask, 0.0), size.masked_fill(~mask, 0.0)
+        return residual.amax(-1), size.amax(-1)
 
 
 class Method(Protocol):
@@ -62,8 +62,8 @@ def iterate(problem: Problem, method: Method, cap: Cap, stopping: Stopping) -> S
     record = _Record(y)
     for iteration in range(1, cap.max_iterations + 1):
         f_y = problem.evaluate(y)
-        residual = stopping.residual(f_y, y, problem.mask)
-        status = _status(residual, f_y, problem.mask, stopping)
+        residual, size = stopping.measure(f_y, y, problem.mask)
+        status = _status(residual, size, stopping)
         record.update(y, residual, status, iteration)
         ended = status != Status.UNCONVERGED
         if stopping.together:
@@ -85,15 +85,11 @@ def iterate(problem: Problem, method: Method, cap: Cap, stopping: Stopping) -> S
     return record.result(cap)
 
 
-def _status(residual: Tensor, f_y: Tensor, mask: Tensor | None, stopping: Stopping) -> Tensor:
-    size = f_y.abs().amax(-1)
-    if mask is not None:
-        size = size.masked_fill(~mask, 0.0)
-    largest = size.amax(-1)
+def _status(residual: Tensor, size: Tensor, stopping: Stopping) -> Tensor:
     status = torch.full_like(residual, Status.UNCONVERGED, dtype=torch.long)
     status[residual <= stopping.tolerance] = Status.CONVERGED
-    status[largest > stopping.divergence_limit] = Status.DIVERGED
-    status[~(residual.isfinite() & largest.isfinite())] = Status.NON_FINITE
+    status[size > stopping.divergence_limit] = Status.DIVERGED
+    status[~(residual.isfinite() & size.isfinite())] = Status.NON_FINITE
     return status
 
 

@@ -58,13 +58,13 @@ class PairStopping(Stopping):
 
     width: int = 0
 
-    def residual(self, f_y: Tensor, y: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the residual of each sequence (B,)."""
+    def measure(self, f_y: Tensor, y: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the residual of each sequence and the size of both, (B,) each."""
         of_y, of_memory = (
-            super(PairStopping, self).residual(f_part, part, mask)
+            super(PairStopping, self).measure(f_part, part, mask)
             for f_part, part in zip(self._parts(f_y), self._parts(y), strict=True)
         )
-        return torch.maximum(of_y, of_memory)
+        return torch.maximum(of_y[0], of_memory[0]), torch.maximum(of_y[1], of_memory[1])
 
     def _parts(self, pair: Tensor) -> tuple[Tensor, Tensor]:
         return pair[..., : self.width], pair[..., self.width :]

@@ -1,0 +1,16 @@
+"""How far an iterate is from its image, token by token, in one pass over both."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fpexp.ops.backend import load
+
+
+def token_residual(f_y: Tensor, y: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor]:
+    """Return |f(y)_t - y_t|_inf and |f(y)_t|_inf of each token, (B, T) each; f_y and y are (B, T, d).
+
+    A token with a NaN has NaN.
+    """
+    difference, size = load("token_residual", y.device, backend).token_residual(f_y, y)
+    return difference, size
