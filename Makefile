@@ -29,8 +29,8 @@ format: $(STAMP) ## mend formatting and what the linter can mend
 	@$(VENV)/bin/ruff check --fix --exit-zero --quiet
 	@$(VENV)/bin/ruff format
 
-demo: $(STAMP) ## train FP-Mamba and an LSTM on A4 and show their length-generalisation curves
-	@$(VENV)/bin/fpexp train -m experiment=demo_a4
+demo: $(STAMP) ## train FP-Mamba on A5 and show its length-generalisation curve
+	@$(VENV)/bin/fpexp train experiment=demo_a5
 
 reproduce: $(STAMP) ## the runs of results/reference
 	@$(VENV)/bin/fpexp train -m experiment=reference_a4

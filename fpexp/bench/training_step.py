@@ -12,14 +12,15 @@ of d2; H: r d + r), R the rank of Delta:
                + d (C + 2 N) + d d                 projections of s_t = y_{t-1}: the loop's and the gate's
                + d m + m V
 
-The backward of a product costs two forwards, and the sweep, which has no gradient, projects s a first time. So a step
-of the LSTM has 3 times its line, one of FP-Mamba 3 times its own and d (C + 2 N). At m 64, d 128, N 16, R 4, V 60 that
-is 317,952 a token for the LSTM and, for K (C 196), H r=1, 2 and 4 (C 129, 258, 516), 341,760, 281,728, 397,312 and
-628,480: 1.1, 0.9, 1.2 and 2.0 times the LSTM's. Divide by cores * lanes of a register * multiply-adds a cycle * clock
+The backward of a product costs two forwards, but s in the loop is held fixed and asks for no gradient: its projection
+is made once, in the sweep, whose result the evaluation takes over, and once for the gradient of its weights. So a step
+of the LSTM has 3 times its line, one of FP-Mamba 3 times its own less d (C + 2 N). At m 64, d 128, N 16, R 4, V 60 that
+is 317,952 a token for the LSTM and, for K (C 196), H r=1, 2 and 4 (C 129, 258, 516), 283,392, 240,512, 323,072 and
+488,192: 0.9, 0.8, 1.0 and 1.5 times the LSTM's. Divide by cores * lanes of a register * multiply-adds a cycle * clock
 for the floor in seconds a token.
 
-What the LSTM does not have: d N exponentials a token in the sweep, in the one-step evaluation and again in its
-backward, each with a few multiply-adds; the mixer, d (d1 + d2) multiply-adds for K and 2 d r for H for each evaluation
+What the LSTM does not have: d N exponentials a token in the sweep, in the one-step scan and again in its backward,
+each with a few multiply-adds; the mixer, d (d1 + d2) multiply-adds for K and 2 d r for H for each evaluation
 that a token takes; for K the power iteration, 10 (d1^2 + d2^2); norms, gates and softplus over d. All of a token stays
 in a core's own cache; what main memory sees are the activations kept for the backward, of 4 (C + 2 N + 8 d) bytes a
 token, small beside the products. The targets leave a factor of two to three for that.

@@ -15,11 +15,8 @@ class OneStep:
     """f(x, y*) with y* held fixed: the gradient leaves out what y* owes to x (paper sec. 3.5, app. B.3)."""
 
     def attach(self, problem: Problem, result: SolveResult) -> tuple[Tensor, SolveResult]:
-        """Return f(x, y*), (B, T, d), differentiable in x and the parameters, and the result as it is."""
-        y = result.value.detach()
-        if result.known is None:
-            return problem.evaluate(y), result
-        return cast(Sweepable, problem).evaluate(y, result.known), dataclasses.replace(result, known=None)
+        """Return f(x, y*), (B, T, d), differentiable in x and the parameters, and the result."""
+        return _image(problem, result), dataclasses.replace(result, known=None)
 
 
 class Unrolled:
@@ -32,8 +29,13 @@ class Unrolled:
         self.steps = steps
 
     def attach(self, problem: Problem, result: SolveResult) -> tuple[Tensor, SolveResult]:
-        """Return f(x, ... f(x, y*)), (B, T, d), differentiable in x and the parameters, and the result as it is."""
-        y = result.value.detach()
-        for _ in range(self.steps):
+        """Return f(x, ... f(x, y*)), (B, T, d), differentiable in x and the parameters, and the result."""
+        y = _image(problem, result)
+        for _ in range(self.steps - 1):
             y = problem.evaluate(y)
-        return y, result
+        return y, dataclasses.replace(result, known=None)
+
+
+def _image(problem: Problem, result: SolveResult) -> Tensor:
+    y = result.value.detach()
+    return problem.evaluate(y) if result.known is None else cast(Sweepable, problem).evaluate(y, result.known)

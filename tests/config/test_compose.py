@@ -253,7 +253,7 @@ def test_a_typo_in_the_section_beside_a_config_file(saved: RunConfig, tmp_path: 
         (["model.gradient=one_step"], ["unknown key 'model.gradient'"]),
         (["scale=huge"], ["unknown scale 'huge'", "(cpu, gpu, paper)"]),
         (["tracking=wanbd"], ["unknown tracking 'wanbd'", "did you mean 'wandb'?"]),
-        (["experiment=demo_a5"], ["unknown experiment 'demo_a5'", "did you mean 'demo_a4'?"]),
+        (["experiment=demo_a"], ["unknown experiment 'demo_a'", "did you mean 'demo_a"]),
         (["training.lr=abc"], ["training.lr='abc' must be a finite number"]),
         (["training=5"], ["training=5 must be a mapping"]),
         (["~training.lr"], ["training.lr is missing"]),
