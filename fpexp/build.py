@@ -15,6 +15,7 @@ from fpexp.config.run import RunConfig
 from fpexp.config.schema import Component
 from fpexp.errors import FpexpError, UserError
 from fpexp.fixed_point import Auto, Gradient, Schedule, Solver
+from fpexp.footprint import check_evaluation, check_training
 from fpexp.models import LanguageModel
 from fpexp.randomness import seeded
 from fpexp.tasks import Task
@@ -80,6 +81,8 @@ def check(config: RunConfig) -> Experiment:
         )
     with torch.device("meta"):
         model = _make_model(config, task)
+    check_training(config, task, model)
+    check_evaluation(config, task, model, config.evaluation.lengths, "evaluation.lengths", "evaluation.batch_size")
     return Experiment(config, task, model, schedule, notes)
 
 

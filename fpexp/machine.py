@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from fpexp.config.run import RunConfig
@@ -35,3 +37,10 @@ def set_threads(threads: int) -> None:
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an exception means that memory ran out; torch on a CPU says so in a RuntimeError's text only."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def total_memory(device: str) -> int:
+    """Return the bytes of memory that a device has, in use or not."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

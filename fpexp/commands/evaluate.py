@@ -63,6 +63,7 @@ def run(arguments: list[str]) -> int:
 def _measure(loaded: LoadedRun, chosen: dict[str, Any]) -> tuple[list[dict[str, Any]], Path]:
     """Measure and record. The rows' file has its name only when it is whole; an interrupted one keeps `.partial`."""
     from fpexp.evaluation.length_curve import length_curve
+    from fpexp.footprint import check_evaluation
     from fpexp.machine import apply_settings
     from fpexp.reporting.figures import draw_curves
     from fpexp.reporting.store import read_curve
@@ -74,6 +75,7 @@ def _measure(loaded: LoadedRun, chosen: dict[str, Any]) -> tuple[list[dict[str, 
     for length in settings.lengths:
         loaded.experiment.task.check_length(length, "lengths")
     experiment = dataclasses.replace(loaded.experiment, config=config.replace(evaluation=settings))
+    check_evaluation(experiment.config, experiment.task, experiment.model, settings.lengths, "lengths", "batch_size")
     apply_settings(experiment.config)
     evaluations = loaded.run.path / "evaluations"
     evaluations.mkdir(exist_ok=True)

@@ -109,8 +109,9 @@ class Checker:
         given = {field: item for field, item in mapping.items() if field != TARGET}
         required = [n for n, p in parameters.items() if p.default is inspect.Parameter.empty]
         self._check_names(given, parameters, required, key)
-        settings = {n: self.check(parameters[n].annotation, item, f"{key}.{n}") for n, item in given.items()}
-        return Component(name, settings)
+        plain_first = sorted(given, key=lambda n: isinstance(given[n], Mapping))  # a part may take over a bad value
+        checked = {n: self.check(parameters[n].annotation, given[n], f"{key}.{n}") for n in plain_first}
+        return Component(name, {n: checked[n] for n in given})
 
     def _dataclass(self, cls: Any, value: Any, key: str) -> Any:
         mapping = _mapping(value, key)

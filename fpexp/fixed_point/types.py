@@ -152,6 +152,10 @@ class Sweepable(Protocol):
         """Solve all tokens in order; None where no kernel knows this problem on this machine."""
         ...
 
+    def state_after(self, swept: SweepResult) -> Any:
+        """Return the state after the last token of a sweep."""
+        ...
+
     def evaluate(self, y: Tensor, known: Any = None) -> Tensor:
         """Return f(y), (B, T, d), where `known` is what a sweep that ended at y has left."""
         ...

@@ -1,7 +1,7 @@
 """Models: token indices in, logits at every position out. One file each."""
 
 from fpexp.models.fp_mamba import fp_mamba
-from fpexp.models.lm import LanguageModel, ModelOutput
+from fpexp.models.lm import DecodingState, LanguageModel, ModelOutput
 from fpexp.models.lstm import lstm
 
-__all__ = ["LanguageModel", "ModelOutput", "fp_mamba", "lstm"]
+__all__ = ["DecodingState", "LanguageModel", "ModelOutput", "fp_mamba", "lstm"]

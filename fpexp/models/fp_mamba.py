@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.errors import UserError
-from fpexp.fixed_point import Cap, Gradient, Solver, SolveResult
+from fpexp.fixed_point import Cap, Gradient, Sequential, Solver, SolveResult
 from fpexp.models.fp_mamba_problem import FPMambaProblem, State, plus
 from fpexp.models.lm import LanguageModel, ResidualBlock, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
@@ -31,6 +31,20 @@ class Dependence:
     b: bool
     c: bool
     gate: bool
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What the past leaves behind for decoding.
+
+    `loop` is the state of the fixed-point problem. `y` (B, 1, d) is what the gate outside sees of the last token: the
+    loop sees the solver's y*, the gate f(y*), which differ within the tolerance. `inputs` (B, conv_width - 1, d) are
+    the convolution's last ones; None without one.
+    """
+
+    loop: State
+    y: Tensor
+    inputs: Tensor | None
 
 
 class FPMambaLayer(SequenceLayer):
@@ -118,16 +132,41 @@ class FPMambaLayer(SequenceLayer):
         problem = self.problem(u, mask)
         result = self.solver.solve(problem, cap, training=self.training)
         y, result = self.gradient.attach(problem, result)
-        if not self.gate_inside:
-            z = plus(problem.z, functional.linear(problem.previous(y), problem.gate_weight))
-            y = functional.silu(z) * y
-        return self.out_projection(y), (result,)
+        return self._read_out(problem, y, problem.previous(y)), (result,)
+
+    def decode(self, u: Tensor, state: Carried | None) -> tuple[Tensor, tuple[SolveResult, ...], Carried]:
+        """Solve by the sequential sweep, whose state goes on: another solver lends it its tolerance.
+
+        To rounding what one pass over all tokens gives with that sweep; with gradient=unrolled, whose later
+        evaluations have other states, within the tolerance.
+        """
+        x, z = self.in_projection(u).chunk(2, dim=-1)
+        inputs = None
+        if self.convolution is not None:
+            x, inputs = self.convolution.decode(x, None if state is None else state.inputs)
+        problem = self._problem(x, z, None, None if state is None else state.loop)
+        result, loop = Sequential.like(self.solver).carry(problem)
+        y, result = self.gradient.attach(problem, result)
+        before = problem.state.y if state is None else state.y
+        output = self._read_out(problem, y, torch.cat([before, y[:, :-1]], dim=1))
+        return output, (result,), Carried(loop, y[:, -1:].clone(), inputs)
 
     def problem(self, u: Tensor, mask: Tensor | None = None, state: State | None = None) -> FPMambaProblem:
         """Return the fixed-point problem of the normalised block input u (B, T, d_model)."""
         x, z = self.in_projection(u).chunk(2, dim=-1)
         if self.convolution is not None:
             x = self.convolution(x)
+        return self._problem(x, z, mask, state)
+
+    def _read_out(self, problem: FPMambaProblem, y: Tensor, s: Tensor) -> Tensor:
+        """Return W_out(silu(z + W_zs s) * y), or W_out y with the gate inside the loop."""
+        if not self.gate_inside:
+            z = plus(problem.z, functional.linear(s, problem.gate_weight))
+            y = functional.silu(z) * y
+        output: Tensor = self.out_projection(y)
+        return output
+
+    def _problem(self, x: Tensor, z: Tensor, mask: Tensor | None, state: State | None) -> FPMambaProblem:
         coefficients, b, c, dt = self.x_projection(x).split(self.x_sizes, dim=-1)
         parts = [coefficients + self.mixer_bias, b, c, self.dt_projection(dt)]
         if self.gate_inside:

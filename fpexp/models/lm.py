@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from fpexp.fixed_point import Cap, SolveResult
@@ -24,6 +25,14 @@ class ModelOutput:
     solves: tuple[SolveResult, ...] = ()
 
 
+@dataclass(frozen=True)
+class DecodingState:
+    """What the tokens so far leave behind of `batch_size` sequences: each layer's own state, of one size for ever."""
+
+    batch_size: int
+    layers: tuple[Any, ...]
+
+
 class SequenceLayer(nn.Module):
     """Base of what stands between embedding and head: causal, (B, T, d_model) -> (B, T, output_size)."""
 
@@ -34,6 +43,14 @@ class SequenceLayer(nn.Module):
     def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
         """Return the output and the solves; `cap` bounds them and `mask` (B, T) marks the real tokens."""
         raise NotImplementedError
+
+    def decode(self, u: Tensor, state: Any) -> tuple[Tensor, tuple[SolveResult, ...], Any]:
+        """Return the output, the solves and the state after u; `state` is the one before it, None at the start.
+
+        In evaluation mode, without gradient. `state` is left as it was, and what is returned holds no more memory
+        after many tokens than after one.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not decode: it has no method that carries a state")
 
 
 class ResidualBlock(SequenceLayer):
@@ -51,6 +68,11 @@ class ResidualBlock(SequenceLayer):
         """Return the residual stream after this block."""
         output, solves = self.layer(self.norm(u), cap, mask)
         return u + self.dropout(output), solves
+
+    def decode(self, u: Tensor, state: Any) -> tuple[Tensor, tuple[SolveResult, ...], Any]:
+        """Return the residual stream after this block, the solves and the layer's state."""
+        output, solves, state = self.layer.decode(self.norm(u), state)
+        return u + output, solves, state
 
 
 class LanguageModel(nn.Module):
@@ -83,6 +105,34 @@ class LanguageModel(nn.Module):
             u, found = layer(u, cap, mask)
             solves += found
         return ModelOutput(self.head(self.norm(u)), tuple(solves))
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, state: DecodingState | None = None) -> tuple[ModelOutput, DecodingState]:
+        """Read on: tokens (B, T), T >= 1, after those that `state` comes from, or from the start.
+
+        A whole prompt at once or one token at a time, the logits are the same and the state is as large. Layers that
+        solve a fixed point do so token by token, whatever solver they were trained with. All tokens are real:
+        sequences of unequal length are read separately. ValueError where the model is in training mode, where the
+        tokens are not (B, T), or where the state is of another number of sequences; NotImplementedError where a layer
+        carries no state.
+        """
+        if self.training:
+            raise ValueError("decoding is for a model in evaluation mode; call model.eval() first")
+        if tokens.dim() != 2 or tokens.shape[1] == 0:
+            raise ValueError(f"tokens must be (B, T) with T >= 1, not {tuple(tokens.shape)}")
+        batch = tokens.shape[0]
+        if state is None:
+            state = DecodingState(batch, (None,) * len(self.layers))
+        if state.batch_size != batch:
+            raise ValueError(f"the state is of batch size {state.batch_size}, the tokens are of {batch}")
+        u = self.embedding(tokens)
+        solves: list[SolveResult] = []
+        states: list[Any] = []
+        for layer, before in zip(self.layers, state.layers, strict=True):
+            u, found, after = cast(SequenceLayer, layer).decode(u, before)
+            solves += found
+            states.append(after)
+        return ModelOutput(self.head(self.norm(u)), tuple(solves)), DecodingState(batch, tuple(states))
 
     def parameter_count(self) -> int:
         """Return the number of trainable parameters."""

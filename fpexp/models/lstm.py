@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from fpexp.fixed_point import Cap, SolveResult
@@ -20,6 +22,11 @@ class LSTMLayers(SequenceLayer):
     def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
         """Return the hidden states (B, T, hidden); there is nothing to solve."""
         return self.lstm(u)[0], ()
+
+    def decode(self, u: Tensor, state: Any) -> tuple[Tensor, tuple[SolveResult, ...], Any]:
+        """Return the hidden states, no solves, and h and c after the last token, (layers, B, hidden) each."""
+        output, state = self.lstm(u, state)
+        return output, (), state
 
 
 def lstm(vocabulary_size: int, *, d_model: Count, layers: Depth, expand: Count, dropout: Probability) -> LanguageModel:

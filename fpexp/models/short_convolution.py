@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -16,3 +17,13 @@ class ShortConvolution(nn.Conv1d):
         """Return the activation at each token from that token and the ones before it."""
         padded = functional.pad(x.mT, (self.kernel_size[0] - 1, 0))
         return functional.silu(super().forward(padded)).mT
+
+    def decode(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the activation, and the inputs (B, kernel - 1, d) that the tokens after x will see.
+
+        `before` are those that x sees; None at the start of a sequence.
+        """
+        if before is None:
+            before = x.new_zeros(x.shape[0], self.kernel_size[0] - 1, x.shape[2])
+        window = torch.cat([before, x], dim=1)
+        return functional.silu(super().forward(window.mT)).mT, window[:, x.shape[1] :].clone()

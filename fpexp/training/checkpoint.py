@@ -35,9 +35,15 @@ class Checkpoint:
     state: Mapping[str, Any]
 
     def load_model(self, model: nn.Module) -> None:
-        """Load the weights; a `UserError` names the keys that do not fit. Loads what a compiled model saved, too."""
+        """Load the weights; a `UserError` names the keys that do not fit. Loads what a compiled model saved, too.
+
+        FpexpError where a weight is not finite: none was saved like that.
+        """
         self.check_fits(model)
-        model.load_state_dict(self._weights())
+        weights = self._weights()
+        if bad := first_non_finite(weights):
+            raise FpexpError(f"{self.path}: {bad} is not finite; move this checkpoint away to use the one before it")
+        model.load_state_dict(weights)
 
     def check_fits(self, model: nn.Module) -> None:
         """Raise a `UserError` that names the keys which are missing, unexpected or of another shape."""
@@ -73,6 +79,11 @@ class Checkpoint:
 
     def _part(self, prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+
+
+def first_non_finite(weights: Mapping[str, Tensor]) -> str:
+    """Return the name of a tensor that holds NaN or infinity; empty where none does."""
+    return next((name for name, tensor in weights.items() if not tensor.isfinite().all()), "")
 
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Path:

@@ -80,9 +80,8 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the present step and drop the old ones; weights that are not finite are refused."""
-        bad = [name for name, tensor in self.model.state_dict().items() if not tensor.isfinite().all()]
-        if bad:
-            raise FpexpError(f"step {self.progress.step}: {bad[0]} is not finite and was not saved; lower training.lr")
+        if bad := checkpoint.first_non_finite(self.model.state_dict()):
+            raise FpexpError(f"step {self.progress.step}: {bad} is not finite and was not saved; lower training.lr")
         state = {"progress": vars(self.progress), "lengths": self.lengths.state_dict()}
         checkpoint.save(self.run.checkpoints, self.progress.step, self.model, self.optimizer, state)
         checkpoint.prune(self.run.checkpoints, self.config.keep_checkpoints)

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 from runs import TINY, CommandLine, Recorder, run_python, stop_at, tiny
+from safetensors.torch import save_file
 
 import fpexp
 from fpexp.build import build
 from fpexp.cli import COMMANDS
 from fpexp.config.catalogue import choices
 from fpexp.errors import Interrupted
+from fpexp.models import LanguageModel
 from fpexp.run import start_run
 from fpexp.run_folder import RunFolder, read_rows
 from fpexp.tasks import WordProblem
@@ -269,6 +271,39 @@ assert taken < 0.5, taken
         (["train", "task=a4", "model=lstm", "task.lengths.min=0"], ["task.lengths.min=0"]),
         (["train", "task=a4", "model=lstm", "evaluation.lengths=[5000]"], ["evaluation.lengths[0]=5000", "context"]),
         (["train", "task=a4", "model=fp_mamba_h", "solver=sequential", "schedule=fixed"], ["schedule=fixed", "picard"]),
+        (
+            ["train", "task=a4", "model=lstm", "task.context=2000000001", "evaluation.lengths=[2000000000]"],
+            ["evaluation.lengths: a length of 2000000000", "evaluation.batch_size=", "at least", "cpu has"],
+        ),
+        (
+            ["train", "task=a4", "model=fp_mamba_k", "task.context=2e9", "task.lengths.max=2e9"],
+            ["task.lengths.max: a length of 2000000000", "training.batch_size=", "training.accumulation=1", "cpu has"],
+        ),
+        (["train", "task=a4", "model=lstm", "evaluation.lengths=[1e12]"], ["evaluation.lengths[0]=", "at most"]),
+        (["train", "task=a4", "model=fp_mamba_k", "solver.tolerance=0"], ["solver.tolerance=0", "above 0"]),
+        (["train", "task=a4", "model=fp_mamba_k", "solver.tolerance=-0.1"], ["solver.tolerance=-0.1", "above 0"]),
+        (
+            ["train", "task=a4", "model=fp_mamba_k", "solver=anderson", "solver.tolerance=0"],
+            ["solver.tolerance=0", "above 0"],
+        ),
+        (
+            ["train", "task=a4", "model=fp_mamba_k", "gradient=implicit", "gradient.tolerance=0"],
+            ["gradient.tolerance=0", "above 0"],
+        ),
+        (["train", "task=a4", "model=fp_mamba_k", "schedule.max_iterations=0"], ["schedule.max_iterations=0"]),
+        (
+            ["train", "task=a4", "model=fp_mamba_k", "schedule=fixed", "schedule.max_iterations=0"],
+            ["schedule.max_iterations=0", "at least 1"],
+        ),
+        (
+            ["train", "task=a4", "model=fp_mamba_k", "schedule.evaluation_max_iterations=0"],
+            ["schedule.evaluation_max_iterations=0", "at least 1"],
+        ),
+        (
+            ["train", "task=a4", "model=fp_mamba_k", "solver.inner_max_iterations=0"],
+            ["solver.inner_max_iterations=0", "at least 1"],
+        ),
+        (["train", "task=a4", "model=fp_mamba_k", "solver=anderson", "solver.window=0"], ["solver.window=0"]),
         (["train", "task=a4", "model=lstm", "device=tpu"], ["unknown device 'tpu'", "cuda"]),
         (["train", "task=a4", "model=lstm", "device=cuda:64"], ["device=cuda:64", "use device=cpu"]),
         (["train", "task=a4", "model=lstm", "model._target_=no.thing"], ["model._target_", "cannot import 'no.thing'"]),
@@ -380,7 +415,45 @@ def test_a_broken_checkpoint_is_told_when_measuring(cli: CommandLine) -> None:
     assert {row["step"] for row in read_rows(folder / "curve.jsonl")} == {3}
 
 
+def test_evaluating_what_no_memory_holds_leaves_nothing(cli: CommandLine) -> None:
+    run = cli.train("task.context=2000000000", model="fp_mamba_h")
+    before = digest(run.path)
+    words = ("lengths=[2,2000000000]", "batch_size=1")
+    cli("evaluate", f"run={run.id}", *words).refused("lengths: a length of 2000000000", "batch_size=1", "cpu has")
+    cli("evaluate", f"run={run.id}", "lengths=[1e12]").refused("lengths[0]=", "at most")
+    assert digest(run.path) == before
+    assert not (run.path / "evaluations").exists()
+
+
 # Failures and signals
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), MemoryError()],
+    ids=["torch", "numpy"],
+)
+def test_evaluating_until_memory_is_out(cli: CommandLine, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    run = cli.train()
+
+    def forward(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(LanguageModel, "forward", forward)
+    cli("evaluate", f"run={run.id}").refused("out of memory on cpu; lower batch_size or the longest of lengths", code=1)
+    (folder,) = (run.path / "evaluations").iterdir()
+    assert not (folder / "curve.jsonl").exists()
+
+
+def test_a_checkpoint_that_is_not_finite(cli: CommandLine, stopped: RunFolder) -> None:
+    saved = checkpoint.load_newest(stopped.checkpoints, [])
+    tensors = {name: tensor.clone() for name, tensor in saved.tensors.items()}
+    tensors["model.head.weight"][0, 0] = float("nan")
+    save_file(tensors, saved.path, metadata={"state": json.dumps(dict(saved.state))})
+    for words in (["evaluate", f"run={stopped.id}"], ["train", f"resume={stopped.id}"]):
+        cli(*words).refused(f"{saved.path.name}: head.weight is not finite", code=1)
+    assert stopped.status()["state"] == "failed"
+    assert not (stopped.path / "evaluations").exists()
 
 
 def test_a_run_that_diverges_ends_with_one(cli: CommandLine) -> None:

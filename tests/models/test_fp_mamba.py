@@ -295,6 +295,24 @@ def test_a_bad_sequence_leaves_the_others_untouched(mixer: str, solver: str) -> 
 
 
 @solvers
+@pytest.mark.parametrize("mixer", ["H2", "K-spectral"])
+def test_a_weight_that_is_nan_is_never_converged(mixer: str, solver: str) -> None:
+    """Whichever parameter of the loop holds it, in its last entry."""
+    words: dict[str, Any] = {"gate": "inside", "norm": "layer_norm", "conv_width": 4, "dependence": EVERYTHING}
+    layer = make_layer(mixer, make_solver(solver, 1e-6), **words).eval()
+    for name, parameter in layer.named_parameters():
+        if name == "out_projection.weight":
+            continue
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.flatten()[-1] = float("nan")
+            _, (result,) = layer(random(2, 5, 4), CAP, None)
+            parameter.copy_(kept)
+        assert (result.status == Status.NON_FINITE).all(), name
+        assert result.residual.isnan().all(), name
+
+
+@solvers
 def test_views_and_expanded_gradients_are_as_copies(solver: str) -> None:
     """CASES.md 12, for the layer: a transposed input, and the gradient of a sum."""
     layer = make_layer("K-spectral", make_solver(solver), dependence=EVERYTHING, norm="layer_norm", conv_width=4)

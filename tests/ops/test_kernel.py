@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runs import run_python
 
+import fpexp
 from fpexp.ops import backend
 from fpexp.ops.kernel import Kernel
 
@@ -117,3 +121,79 @@ def test_a_child_has_threads_of_its_own() -> None:
         kernel.run(8, LARGE)
         os._exit(sorted(done) != list(range(8)))
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The package where its files may be changed."""
+    ignored = shutil.ignore_patterns("__pycache__", "conf")
+    return Path(shutil.copytree(Path(fpexp.__file__).parent, tmp_path / "fpexp", ignore=ignored))
+
+
+TINY_KERNEL = """
+from numba import njit
+from fpexp.ops.kernel import Kernel
+from fpexp.ops.simd.cpu import copy
+
+def _copy(first, last, source, target):
+    copy(source, first, target, first, last - first)
+
+kernel = Kernel(njit, _copy)
+"""
+
+RUN_TINY_KERNEL = """
+import numpy as np
+from fpexp.ops.tiny.cpu import kernel
+target = np.zeros(3)
+kernel(0, 3, np.arange(3.0), target)
+stats = kernel._compiled.stats
+print(*target, "compiled", sum(stats.cache_misses.values()), "loaded", sum(stats.cache_hits.values()))
+"""
+
+
+def test_a_change_in_a_helper_compiles_anew(copied: Path) -> None:
+    """numba itself looks at the kernel's own file alone, and would go on with the helper of before."""
+    tiny, helper = copied / "ops" / "tiny", copied / "ops" / "simd" / "cpu.py"
+    tiny.mkdir()
+    (tiny / "cpu.py").write_text(TINY_KERNEL)
+
+    def run() -> str:
+        answer = run_python(RUN_TINY_KERNEL, copied.parent, PYTHONPATH=str(copied.parent), NUMBA_CACHE_DIR="cache")
+        assert (answer.code, answer.err) == (0, "")
+        return answer.out
+
+    assert run() == "0.0 1.0 2.0 compiled 1 loaded 0\n"
+    assert run() == "0.0 1.0 2.0 compiled 0 loaded 1\n"
+    before = helper.read_text()
+    line = "        target[to + i] = source[at + i]\n"
+    assert before.count(line) == 1
+    helper.write_text(before.replace(line, "        target[to + i] = source[at + i] + 5\n"))
+    assert run() == "5.0 6.0 7.0 compiled 1 loaded 0\n"
+    assert run() == "5.0 6.0 7.0 compiled 0 loaded 1\n"
+
+
+IMPORT_KERNELS = """
+import importlib, pathlib, fpexp.ops
+from fpexp.ops.kernel import Kernel
+root = pathlib.Path(fpexp.ops.__path__[0])
+modules = [importlib.import_module(f"fpexp.ops.{file.parent.name}.cpu") for file in sorted(root.glob("*/cpu.py"))]
+kernels = {id(k): k for module in modules for k in vars(module).values() if isinstance(k, Kernel)}.values()
+print(len(kernels), {type(kernel._compiled._cache).__name__ for kernel in kernels})
+"""
+
+
+def test_no_kernel_can_be_kept_and_that_is_said_once(copied: Path) -> None:
+    """NUMBA_CACHE_DIR that cannot be made, a read-only install and no folder of the user's, for every kernel."""
+    for folder in (copied / "ops").iterdir():
+        if folder.is_dir():
+            (folder / "__pycache__").write_text("in the way, also for root")
+    nowhere = str(copied / "errors.py" / "cache")
+    places = {"NUMBA_CACHE_DIR": nowhere, "XDG_CACHE_HOME": nowhere, "HOME": nowhere}
+    answer = run_python(IMPORT_KERNELS, copied.parent, PYTHONPATH=str(copied.parent), **places)
+    assert answer.code == 0, answer.err
+    number, found = answer.out.split(maxsplit=1)
+    assert int(number) >= 5
+    assert found == "{'NullCache'}\n"
+    (line,) = answer.err.splitlines()
+    assert "no folder that can be written" in line
+    assert "NUMBA_CACHE_DIR" in line

@@ -1,0 +1,90 @@
+"""CASES.md 13: offsets above 2^31 elements. Sparse files stand for the memory, of which one sequence is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import EVERYTHING, make_layer, random
+from torch import Tensor
+
+from fpexp.channel_mixers import Householder
+from fpexp.fixed_point import Sequential
+from fpexp.models.fp_mamba_problem import State
+from fpexp.ops.fixed_point_sweep import cpu as sweep_cpu
+from fpexp.ops.selective_scan import cpu as scan_cpu
+
+LIMIT = 2**31
+Sparse = Callable[..., Tensor]
+
+
+@pytest.fixture
+def sparse(tmp_path: Path) -> Sparse:
+    """Make tensors of zeros that take no memory before they are written."""
+
+    def make(*shape: int) -> Tensor:
+        path = tmp_path / "sparse"
+        try:
+            tensor = torch.from_file(str(path), shared=True, size=torch.Size(shape).numel()).view(shape)
+        except RuntimeError as error:
+            pytest.skip(f"no sparse file of this size here: {error}")
+        path.unlink()
+        return tensor
+
+    return make
+
+
+def test_the_selective_scan(sparse: Sparse) -> None:
+    """The last of 2^25 + 1 sequences of 4 tokens and 16 channels."""
+    length, width, N = 4, 16, 1
+    batch = LIMIT // (length * width) + 1
+    x, b, y, H = (sparse(batch, *shape) for shape in ((length, width), (length, N), (length, width), (width, N)))
+    x[-1], b[-1] = random(length, width).abs(), random(length, N)
+    A, D = -random(width, N).abs().float(), random(width).float()
+    problem = scan_cpu._Problem.of(x, x, A, b, b, D, None)
+    assert problem.tasks == batch
+    assert x[-1].storage_offset() >= LIMIT
+    scan_cpu._forward(batch - 1, batch, *problem.arguments(), *map(scan_cpu._flat, (y, H, x.new_empty(0))))
+    expected_y, expected_H = scan_cpu.selective_scan(x[-1:], x[-1:], A, b[-1:], b[-1:], D)
+    assert expected_y.any()
+    assert torch.equal(y[-1:], expected_y)
+    assert torch.equal(H[-1:], expected_H)
+
+
+class LastTask:
+    """A kernel that does the last of its tasks alone."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def run(self, tasks: int, work: int, *arguments: Any) -> None:
+        self.kernel(tasks - 1, tasks, *arguments)
+
+
+def test_the_sweep(sparse: Sparse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of 2^11 + 1 sequences of 2^15 tokens, with 35 numbers each from x: that passes 2^31."""
+    batch, length, width = 2**11 + 1, 2**15, 16
+    solver = Sequential(tolerance=1e-4)
+    layer = make_layer(Householder(width, rank=1, a_max=0.5), solver, state_size=1, dependence=EVERYTHING).float()
+    with torch.no_grad():
+        small = layer.problem(random(1, length, 4, dtype=torch.float32))
+    x, from_x = (sparse(batch, length, part.shape[-1]) for part in (small.x, small.from_x))
+    x[-1], from_x[-1] = small.x[0], small.from_x[0]
+    assert from_x[-1].storage_offset() >= LIMIT
+    state = State(y=torch.zeros(batch, 1, width), H=torch.zeros(batch, width, 1))
+    large = dataclasses.replace(small, x=x, from_x=from_x, state=state)
+    settings = solver._sweep_settings()
+    expected = small.sweep(settings)
+    monkeypatch.setattr(sweep_cpu, "_sweep", LastTask(sweep_cpu._sweep))
+    try:
+        found = large.sweep(settings)
+    except RuntimeError as error:
+        pytest.skip(f"no room for its results, which are hardly touched: {error}")
+    assert expected is not None
+    assert found is not None
+    for name in ("value", "iterations", "residual", "status", "H"):
+        assert torch.equal(getattr(found, name)[-1:], getattr(expected, name)), name
