@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import cast
 
 from torch import Tensor
@@ -16,7 +15,7 @@ class OneStep:
 
     def attach(self, problem: Problem, result: SolveResult) -> tuple[Tensor, SolveResult]:
         """Return f(x, y*), (B, T, d), differentiable in x and the parameters, and the result."""
-        return _image(problem, result), dataclasses.replace(result, known=None)
+        return _image(problem, result), result.used()
 
 
 class Unrolled:
@@ -33,7 +32,7 @@ class Unrolled:
         y = _image(problem, result)
         for _ in range(self.steps - 1):
             y = problem.evaluate(y)
-        return y, dataclasses.replace(result, known=None)
+        return y, result.used()
 
 
 def _image(problem: Problem, result: SolveResult) -> Tensor:

@@ -43,7 +43,7 @@ class Implicit:
             value = self._sweep(problem, y, record)
         else:
             value, _ = self._solved(problem, problem, y, record)
-        return value, dataclasses.replace(result, backward=record, known=None)
+        return value, dataclasses.replace(result.used(), backward=record)
 
     def _sweep(self, problem: TokenwiseProblem, y: Tensor, record: BackwardRecord) -> Tensor:
         """Attach token by token. `past` is `state` without its graph.

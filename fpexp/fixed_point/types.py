@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
@@ -37,6 +37,10 @@ class SolveResult:
     tokens: TokenRecord | None = None
     known: Any = None
     backward: BackwardRecord | None = None
+
+    def used(self) -> SolveResult:
+        """Return the result without `known`, which is as large as the activations of an evaluation."""
+        return self if self.known is None else replace(self, known=None)
 
     def prefix(self, length: int) -> SolveResult:
         """Return what the same solver finds on the first `length` tokens; needs `tokens`."""
