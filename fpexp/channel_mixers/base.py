@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -30,8 +31,12 @@ class ChannelMixer(ABC):
 
     @property
     def form(self) -> MixerForm | None:
-        """How the fused kernels know this mixer; None for one that they do not know."""
-        return None
+        """How the fused kernels know this mixer; None for one that they do not know.
+
+        A subclass may change what Q is, so it does not inherit `_form`: without its own, it is computed in plain torch.
+        """
+        form: Callable[[ChannelMixer], MixerForm] | None = vars(type(self)).get("_form")
+        return None if form is None else form(self)
 
     @abstractmethod
     def factors(self, coefficients: Tensor) -> tuple[Tensor, ...]:

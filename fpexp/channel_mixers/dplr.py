@@ -20,9 +20,7 @@ class DPLR(LowRank):
     def __init__(self, width: int, *, rank: Count, a_max: Annotated[float, Range(above=0, maximum=2)]) -> None:
         super().__init__(width, rank, a_max)
 
-    @property
-    def form(self) -> MixerForm:
-        """How the fused kernels know this mixer."""
+    def _form(self) -> MixerForm:
         return MixerForm("dplr", (self.rank, 0), self.a_max)
 
     def apply(self, factors: tuple[Tensor, ...], v: Tensor) -> Tensor:

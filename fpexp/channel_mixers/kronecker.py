@@ -41,9 +41,7 @@ class Kronecker(ChannelMixer):
         self.sizes = _near_square(width)
         self.coefficient_size = sum(n + n * (n + 1) // 2 for n in self.sizes)
 
-    @property
-    def form(self) -> MixerForm:
-        """How the fused kernels know this mixer."""
+    def _form(self) -> MixerForm:
         return MixerForm("kronecker", self.sizes, self.a_max, self.normalise == "rows", self.power_iterations)
 
     def factors(self, coefficients: Tensor) -> tuple[Tensor, ...]:

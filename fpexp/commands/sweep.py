@@ -111,11 +111,11 @@ def _runs_of(config: RunConfig) -> list[RunFolder]:
 
 
 def _fingerprint(folder: RunFolder) -> str | None:
+    """Return that of a run's config as the present version reads it; None where it cannot."""
     try:
-        recorded: str = json.loads((folder.path / "environment.json").read_text())["sittings"][0]["fingerprint"]
-    except (OSError, ValueError, KeyError, IndexError):
+        return folder.config().fingerprint()
+    except (OSError, FpexpError):
         return None
-    return recorded
 
 
 def _check_builds(configs: Sequence[RunConfig]) -> None:

@@ -13,6 +13,8 @@ from fpexp.ranges import Count
 class OneStep:
     """f(x, y*) with y* held fixed: the gradient leaves out what y* owes to x (paper sec. 3.5, app. B.3)."""
 
+    takes_over = True
+
     def attach(self, problem: Problem, result: SolveResult) -> tuple[Tensor, SolveResult]:
         """Return f(x, y*), (B, T, d), differentiable in x and the parameters, and the result."""
         return _image(problem, result), result.used()
@@ -23,6 +25,8 @@ class Unrolled:
 
     In evaluation they are made too, so that the model is the one that was trained.
     """
+
+    takes_over = True
 
     def __init__(self, *, steps: Count) -> None:
         self.steps = steps

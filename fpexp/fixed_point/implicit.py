@@ -25,6 +25,8 @@ class Implicit:
     each, `max_iterations` bounds its products, and `restart` the vectors kept.
     """
 
+    takes_over = False
+
     def __init__(self, *, tolerance: Positive, max_iterations: Count, restart: Count) -> None:
         self.tolerance, self.max_iterations, self.restart = tolerance, max_iterations, restart
 
@@ -43,7 +45,7 @@ class Implicit:
             value = self._sweep(problem, y, record)
         else:
             value, _ = self._solved(problem, problem, y, record)
-        return value, dataclasses.replace(result.used(), backward=record)
+        return value, dataclasses.replace(result, backward=record)
 
     def _sweep(self, problem: TokenwiseProblem, y: Tensor, record: BackwardRecord) -> Tensor:
         """Attach token by token. `past` is `state` without its graph.

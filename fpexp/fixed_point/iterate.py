@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fpexp.fixed_point.types import Cap, Problem, SolveResult
-from fpexp.ops.token_residual import token_residual as distances
+from fpexp.ops.token_residual import distances
 from fpexp.status import Status
 
 EPSILON = 1e-6

@@ -114,4 +114,4 @@ class Lagged:
         )
         method = Damped(self.damping, self.damping_decay, self.patience)
         result = iterate(Pair(problem, width, shape), method, cap, stopping)
-        return replace(result, value=result.value[..., :width])
+        return replace(result, value=result.value[..., :width].clone())  # and not a view that keeps the memory

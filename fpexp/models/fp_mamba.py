@@ -185,10 +185,11 @@ class FPMambaLayer(SequenceLayer):
             from_x=torch.cat(parts, dim=-1),
             A=-self.A_log.exp(),
             D=self.D,
-            loop_weight=loop_weight.to(dt.dtype),
+            loop_weight=loop_weight if x.is_cpu else loop_weight.to(dt.dtype),
             gate_weight=gate_weight,
             state=state,
             mask=mask,
+            keep=self.gradient.takes_over,
         )
 
 

@@ -41,7 +41,7 @@ class Terms:
 
 
 def _full_precision(method: Callable[P, R]) -> Callable[P, R]:
-    """Keep autocast out of a method of `FPMambaProblem`; the product with s alone is in the projections' type."""
+    """Keep autocast out of a method of `FPMambaProblem`; the product with s is in `loop_weight`'s type."""
 
     @functools.wraps(method)
     def in_full_precision(*arguments: P.args, **named: P.kwargs) -> R:
@@ -57,9 +57,10 @@ class FPMambaProblem:
     """The fixed-point problem of one layer and input; a token's problem is the same on a slice of time.
 
     `from_x` (B, T, .) is what x contributes to mixer coefficients, b, c, delta (before the softplus) and, where the
-    gate stands inside the loop, z: one tensor, shared out by `columns`. `loop_weight`, in the type of the projections,
-    stacks the matrices on s in the same order; a dependence that is off has no rows. Of a gate outside the loop, `z`
-    (B, T, d) is x's part and `gate_weight` the matrix on s.
+    gate stands inside the loop, z: one tensor, shared out by `columns`. `loop_weight` stacks the matrices on s in the
+    same order, in the type of the projections, or float32 on a CPU, whose kernels compute in it; a dependence that is
+    off has no rows. Of a gate outside the loop, `z` (B, T, d) is x's part and `gate_weight` the matrix on s. `keep`: a
+    sweep leaves for `evaluate` what it has computed, where a gradient is wanted.
     """
 
     channel_mixer: ChannelMixer
@@ -74,6 +75,7 @@ class FPMambaProblem:
     gate_weight: Tensor
     state: State
     mask: Tensor | None
+    keep: bool = False
 
     @property
     def length(self) -> int:
@@ -151,7 +153,7 @@ class FPMambaProblem:
             y=self.state.y,
             H=self.state.H,
             mask=self.mask,
-            keep=self.mask is None and self.from_x.requires_grad,
+            keep=self.keep and self.mask is None and self.from_x.requires_grad,
         )
         return sweep(terms, self.channel_mixer.form, settings)
 

@@ -19,6 +19,16 @@ _PIECES = 4
 """Pieces of work a thread, so that a core that is busy with something else does not hold up the rest."""
 
 
+def compute_type(dtype: torch.dtype) -> torch.dtype:
+    """Return what kernels compute in: float64 for float64, float32 for all else."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def flat(tensor: torch.Tensor) -> Any:
+    """Return a tensor's numbers as an array of one dimension: its own memory where it is contiguous."""
+    return tensor.detach().contiguous().view(-1).numpy()
+
+
 class Kernel:
     """A compiled loop over independent tasks, `function(first, last, *arguments)`; `jit` is numba's `njit`.
 

@@ -7,12 +7,14 @@ import itertools
 
 import pytest
 import torch
-from helpers import LENGTHS, MIXERS, make_layer, random
+from helpers import EVERYTHING, LENGTHS, MIXERS, make_layer, random
+from torch import Tensor
 from torch.testing import assert_close
 
-from fpexp.channel_mixers import Householder
+from fpexp.channel_mixers import DPLR, ChannelMixer, Householder, Kronecker
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, Sequential, SolveResult, Status
+from fpexp.fixed_point.iterate import token_residual
 from fpexp.models.fp_mamba import Dependence, FPMambaLayer
 from fpexp.models.fp_mamba_problem import FPMambaProblem
 
@@ -45,8 +47,7 @@ def problem_of(layer: FPMambaLayer, batch: int = 3, length: int = 9, **arguments
 @pytest.mark.parametrize("gate", ["outside", "inside"])
 @pytest.mark.parametrize("norm", ["layer_norm", "none"])
 def test_every_mixer_gate_and_norm(mixer: str, gate: str, norm: str) -> None:
-    everything = Dependence(lambda_=True, Q=True, b=True, c=True, gate=True)
-    layer = make_layer(mixer, Sequential(tolerance=0.1), dependence=everything, gate=gate, norm=norm)
+    layer = make_layer(mixer, Sequential(tolerance=0.1), dependence=EVERYTHING, gate=gate, norm=norm)
     found = assert_same(problem_of(layer))
     assert (found.status == Status.CONVERGED).all()
 
@@ -59,8 +60,7 @@ def test_every_dependence(dependence: Dependence, gate: str) -> None:
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths(length: int) -> None:
-    everything = Dependence(lambda_=True, Q=True, b=True, c=True, gate=True)
-    layer = make_layer("K-spectral", Sequential(tolerance=0.1), dependence=everything)
+    layer = make_layer("K-spectral", Sequential(tolerance=0.1), dependence=EVERYTHING)
     assert_same(problem_of(layer, batch=2, length=length))
 
 
@@ -87,8 +87,7 @@ def test_padding_is_not_solved() -> None:
 
 
 def test_carried_state() -> None:
-    everything = Dependence(lambda_=True, Q=True, b=True, c=True, gate=True)
-    layer = make_layer("DPLR2", Sequential(tolerance=0.1), dependence=everything)
+    layer = make_layer("DPLR2", Sequential(tolerance=0.1), dependence=EVERYTHING)
     problem = problem_of(layer)
     state = problem.initial_state()
     for t in range(4):
@@ -109,9 +108,90 @@ def test_nan_stays_in_its_sequence() -> None:
 
 
 def test_divergence() -> None:
-    assert_same(
-        problem_of(make_layer("H2", Sequential(tolerance=0.1)), length=3), divergence_limit=0.05, tolerance=1e-12
-    )
+    problem = problem_of(make_layer("H2", Sequential(tolerance=0.1)), length=3)
+    found = assert_same(problem, divergence_limit=0.05, tolerance=1e-12)
+    assert (found.status == Status.DIVERGED).any()
+
+
+WIDE = [
+    Kronecker(128, a_max=0.5, normalise="spectral"),
+    Kronecker(272, a_max=0.5, normalise="rows"),
+    Householder(40, rank=17, a_max=0.5),
+    DPLR(128, rank=3, a_max=0.5),
+    Householder(1, rank=1, a_max=0.5),
+]
+"""Rows of one, of several and of broken registers; more reflections than lanes."""
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["real", "padded"])
+@pytest.mark.parametrize("mixer", WIDE, ids=lambda mixer: f"{type(mixer).__name__}-{mixer.width}")
+def test_widths_and_groups(mixer: ChannelMixer, padded: bool) -> None:
+    """Nine sequences are two full groups and one of one sequence; with a mask each ends elsewhere."""
+    layer = make_layer(mixer, Sequential(tolerance=0.1), dependence=EVERYTHING, gate="inside", state_size=17)
+    mask = torch.arange(5) < torch.tensor([5, 1, 4, 5, 2, 3, 5, 5, 2])[:, None] if padded else None
+    assert_same(problem_of(layer, batch=9, length=5, mask=mask))
+
+
+@pytest.mark.parametrize("mixer", ["H2", "K-spectral"])
+def test_threads_and_neighbours_change_nothing(mixer: str) -> None:
+    """To the bit: each sequence is the same alone, in a batch, and on any number of threads."""
+    layer = make_layer(mixer, Sequential(tolerance=0.1), dependence=EVERYTHING, state_size=16).float()
+    with torch.no_grad():
+        u = random(1030, 40, 4, dtype=torch.float32)
+        together, alone = layer.problem(u), layer.problem(u[7:8])
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(solve(together, "cpu", tolerance=1e-3).value)
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+    single = dataclasses.replace(alone, from_x=together.from_x[7:8], x=together.x[7:8])
+    assert torch.equal(solve(single, "cpu", tolerance=1e-3).value[0], found[0][7])
+
+
+def test_extreme_steps() -> None:
+    """Delta before the softplus from -3e4 to 3e4: decays of 1 and of 0 beside each other (CASES.md 9, 10)."""
+    layer = make_layer("H2", Sequential(tolerance=0.1), dependence=EVERYTHING, norm="layer_norm")
+    problem = problem_of(layer, batch=2, length=12)
+    extremes = torch.tensor([0.0, 10, -10, 20, -20, 88, -88, 1e3, -1e3, 3e4, -3e4, 0], dtype=torch.float64)
+    before = problem.columns.sizes[0] + 2 * problem.columns.sizes[1]
+    delta = (extremes[:, None] * torch.tensor([1.0, 0, 1, 1, 0, 1])).expand(2, -1, -1)
+    from_x = torch.cat([problem.from_x[..., :before], delta], dim=-1)
+    weight = problem.loop_weight.clone()
+    weight[-6:] = 0
+    found = assert_same(dataclasses.replace(problem, from_x=from_x, loop_weight=weight), inner_max_iterations=30)
+    assert found.value.isfinite().all()
+
+
+def test_a_mixer_that_changes_another_is_not_taken_for_it() -> None:
+    """A subclass may mean another Q: the kernel of its parent must not be used."""
+
+    class Half(Householder):
+        def apply(self, factors: tuple[Tensor, ...], v: Tensor) -> Tensor:
+            return 0.5 * super().apply(factors, v)
+
+    problem = problem_of(make_layer(Half(6, rank=1, a_max=0.5), Sequential(tolerance=0.1)))
+    assert problem.channel_mixer.form is None
+    assert torch.equal(solve(problem, "auto").value, solve(problem, "reference").value)
+
+
+def test_a_form_that_does_not_fit_is_refused() -> None:
+    """Kernels do not look where they read."""
+    problem = problem_of(make_layer("H1", Sequential(tolerance=0.1)))
+    with pytest.raises(ValueError, match="21 coefficients"):
+        solve(dataclasses.replace(problem, channel_mixer=DPLR(6, rank=3, a_max=1.0)), "cpu")
+    with pytest.raises(ValueError, match="do not fit"):
+        solve(dataclasses.replace(problem, from_x=problem.from_x[..., 1:]), "cpu")
+
+
+def test_under_autocast_the_residual_is_that_of_the_evaluation() -> None:
+    layer = make_layer("K-spectral", Sequential(tolerance=1e-4), dependence=EVERYTHING).float()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        problem = layer.problem(random(3, 9, 4, dtype=torch.float32))
+        found = solve(problem, "cpu", tolerance=1e-4)
+        measured = token_residual(problem.evaluate(found.value), found.value)
+    assert found.tokens is not None
+    assert_close(found.tokens.residual, measured, rtol=0.05, atol=2e-6)
 
 
 def test_float32_and_repeats() -> None:

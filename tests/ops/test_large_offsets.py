@@ -17,6 +17,10 @@ from fpexp.fixed_point import Sequential
 from fpexp.models.fp_mamba_problem import State
 from fpexp.ops.fixed_point_sweep import cpu as sweep_cpu
 from fpexp.ops.selective_scan import cpu as scan_cpu
+from fpexp.ops.token_mixing import cpu as mixing_cpu
+from fpexp.ops.token_mixing import mix_tokens
+from fpexp.ops.token_residual import cpu as residual_cpu
+from fpexp.ops.token_residual import distances
 
 LIMIT = 2**31
 Sparse = Callable[..., Tensor]
@@ -48,7 +52,7 @@ def test_the_selective_scan(sparse: Sparse) -> None:
     problem = scan_cpu._Problem.of(x, x, A, b, b, D, None)
     assert problem.tasks == batch
     assert x[-1].storage_offset() >= LIMIT
-    scan_cpu._forward(batch - 1, batch, *problem.arguments(), *map(scan_cpu._flat, (y, H, x.new_empty(0))))
+    scan_cpu._forward(batch - 1, batch, *problem.arguments(), *map(scan_cpu.flat, (y, H, x.new_empty(0))))
     expected_y, expected_H = scan_cpu.selective_scan(x[-1:], x[-1:], A, b[-1:], b[-1:], D)
     assert expected_y.any()
     assert torch.equal(y[-1:], expected_y)
@@ -88,3 +92,33 @@ def test_the_sweep(sparse: Sparse, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found is not None
     for name in ("value", "iterations", "residual", "status", "H"):
         assert torch.equal(getattr(found, name)[-1:], getattr(expected, name)), name
+
+
+def test_the_residual(sparse: Sparse, monkeypatch: pytest.MonkeyPatch) -> None:
+    f_y, y = (sparse(LIMIT // 16 + 1, 1, 16) for _ in range(2))
+    f_y[-1], y[-1] = random(1, 16), random(1, 16, seed=1)
+    monkeypatch.setattr(residual_cpu, "_norms", LastTask(residual_cpu._norms))
+    for found, expected in zip(distances(f_y, y), distances(f_y[-1:], y[-1:], backend="reference"), strict=True):
+        assert found[-1] == expected[0]
+
+
+def test_token_mixing(sparse: Sparse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of so many tokens that their numbers from x pass 2^31."""
+    layer = make_layer(Householder(16, rank=1, a_max=0.5), Sequential(tolerance=0.1), state_size=1).float()
+    with torch.no_grad():
+        small = layer.problem(random(1, 1, 4, dtype=torch.float32))
+    batch = LIMIT // small.from_x.shape[-1] + 1
+    x, from_x = sparse(batch, 1, 16), sparse(batch, 1, small.from_x.shape[-1])
+    x[-1], from_x[-1] = small.x[0], small.from_x[0]
+    zeros = sparse(batch, 1, 16)
+    arguments = (small.columns, layer.channel_mixer.form)
+    expected = mix_tokens(small.from_x, zeros[:1], small.loop_weight, small.x, zeros[:1], *arguments)
+    monkeypatch.setattr(mixing_cpu, "_forward", LastTask(mixing_cpu._forward))
+    try:
+        found = mix_tokens(from_x, zeros, small.loop_weight, x, zeros, *arguments)
+    except RuntimeError as error:
+        pytest.skip(f"no room for its results, which are hardly touched: {error}")
+    assert expected is not None
+    assert found is not None
+    for a, b in zip(found[:4], expected[:4], strict=True):
+        assert torch.equal(a[-1:], b)

@@ -7,19 +7,17 @@ import itertools
 
 import pytest
 import torch
-from helpers import MIXERS, make_layer, random
+from helpers import EVERYTHING, MIXERS, make_layer, random
 from torch import Tensor
 from torch.testing import assert_close
 
 from fpexp.channel_mixers import DPLR, Householder, Kronecker
 from fpexp.channel_mixers.base import ChannelMixer
-from fpexp.fixed_point import Cap, Sequential
+from fpexp.fixed_point import Cap, Gradient, Implicit, OneStep, Sequential, Unrolled
 from fpexp.models.fp_mamba import Dependence
 from fpexp.models.fp_mamba_problem import FPMambaProblem
 from fpexp.ops.mixers import KnownTokens, MixedTokens
 from fpexp.ops.token_mixing import mix_tokens
-
-EVERYTHING = Dependence(lambda_=True, Q=True, b=True, c=True, gate=True)
 
 
 @dataclasses.dataclass
@@ -121,10 +119,11 @@ def test_every_dependence(on: tuple[bool, ...]) -> None:
 
 @pytest.mark.parametrize("mixer", ["H2", "DPLR2", "K-spectral", "K-rows"])
 def test_zeros_and_extremes(mixer: str) -> None:
-    """silu(0) = 0 gives no NaN; softplus and silu at +-1e3 are x and 0 (CASES.md 10)."""
+    """silu(0) = 0 gives no NaN; softplus and silu far out are x and 0 (CASES.md 10)."""
     layer = make_layer(mixer, Sequential(tolerance=0.1), dependence=EVERYTHING, gate="inside")
-    problem = layer.problem(random(1, 4, 4))
-    values = torch.tensor([0.0, 1e3, -1e3, 30.0], dtype=torch.float64)[None, :, None].expand_as(problem.from_x)
+    problem = layer.problem(random(1, 12, 4))
+    values = torch.tensor([0.0, 10, -10, 20, -20, 30, 88, -88, 1e3, -1e3, 3e4, -3e4], dtype=torch.float64)
+    values = values[None, :, None].expand_as(problem.from_x)
     case = Case.of(dataclasses.replace(problem, from_x=values, loop_weight=0 * problem.loop_weight), 1.0, torch.float32)
     assert_same(case)
     assert all(gradient.isfinite().all() for gradient in case.gradients(case.fused()))
@@ -165,14 +164,44 @@ def test_what_a_sweep_leaves_is_what_the_evaluation_would_compute(mixer: str, ga
     assert solved.known is not None
     known = case.fused(solved.known)
     assert known.mixed.data_ptr() == solved.known.tokens.mixed.data_ptr(), "computed again"
+    with pytest.raises(ValueError, match="another y"):
+        case.problem.evaluate(case.y + 1, solved.known)
     assert_near(known, case.expected())
     assert_near(case.gradients(known), case.gradients(case.expected()))
 
 
-def test_a_sweep_leaves_nothing_where_no_gradient_is_wanted() -> None:
+def test_when_a_sweep_leaves_something() -> None:
+    """Where a gradient is wanted that begins with f at the solution, and no token is padded."""
+
+    def known(gradient: Gradient, mask: Tensor | None = None) -> object:
+        layer = make_layer("H2", Sequential(tolerance=0.1))
+        layer.gradient = gradient
+        return Sequential(tolerance=0.1).solve(layer.problem(random(2, 3, 4), mask), Cap(1), training=True).known
+
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    assert known(OneStep()) is not None
+    assert known(Unrolled(steps=2)) is not None
+    assert known(OneStep(), mask) is None
+    assert known(Implicit(tolerance=1e-3, max_iterations=10, restart=10)) is None
     with torch.no_grad():
-        problem = make_layer("H2", Sequential(tolerance=0.1)).problem(random(2, 3, 4))
-    assert Sequential(tolerance=0.1).solve(problem, Cap(1), training=False).known is None
+        assert known(OneStep()) is None
+
+
+@pytest.mark.parametrize("gradient", [OneStep(), Unrolled(steps=3)], ids=["one_step", "unrolled"])
+@pytest.mark.parametrize("weight_norm", [False, True])
+def test_layer_gradients_with_and_without_what_the_sweep_left(
+    gradient: Gradient, weight_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = make_layer("K-spectral", Sequential(tolerance=0.1), dependence=EVERYTHING, weight_norm=weight_norm)
+    layer.gradient = gradient
+    found = []
+    for takes_over in (True, False):
+        monkeypatch.setattr(type(gradient), "takes_over", takes_over)
+        output, (result,) = layer(random(3, 4, 4), Cap(1), None)
+        assert result.known is None, "kept after use"
+        found.append([output, *torch.autograd.grad(output.square().sum(), list(layer.parameters()))])
+    for a, b in zip(*found, strict=True):
+        assert_close(a, b, rtol=1e-11, atol=1e-13)
 
 
 def test_threads_change_nothing() -> None:

@@ -69,6 +69,7 @@ def sweep(terms: SweepTerms, form: MixerForm | None, settings: SweepSettings) ->
     if form is None:
         say_once("this channel mixer has no fused sweep: it is solved token by token in plain torch")
         return None
+    terms.columns.check(terms.from_x, terms.weight, terms.x, terms.A.shape[1])
     from fpexp.ops.fixed_point_sweep import cpu
 
     return cpu.sweep(terms, form, settings)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings, SweepTerms
-from fpexp.ops.kernel import Kernel
+from fpexp.ops.kernel import Kernel, compute_type, flat
 from fpexp.ops.mixers import KnownTokens, MixedTokens, MixerForm
 from fpexp.ops.mixers.cpu import (
     Mixer,
@@ -29,6 +29,7 @@ from fpexp.ops.mixers.cpu import (
     l2normalise,
     make_factors,
     place,
+    run_table,
     take,
     triangle_room,
 )
@@ -65,9 +66,9 @@ _STEPS_OF_AN_ITERATION = 64  # inner steps a channel that solving takes beside d
 @torch.no_grad()
 def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepResult:
     """Solve all tokens in order. float32 and float64; other types are computed in float32."""
-    dtype = terms.x.dtype if terms.x.dtype == torch.float64 else torch.float32
+    dtype = compute_type(terms.x.dtype)
     batch, length, width = terms.x.shape
-    mixer = Mixer.of(form, width)
+    mixer = Mixer.of(form, terms.columns)
     N = terms.A.shape[1]
     columns = mixer.rows * mixer.padded
     H = terms.H.to(dtype).clone(memory_format=torch.contiguous_format)
@@ -76,10 +77,10 @@ def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepR
     iterations, status = (torch.empty(batch, length, dtype=torch.long) for _ in range(2))
     residual = torch.empty(batch, length, dtype=dtype)
     norm_weight, norm_bias, norm_epsilon = terms.norm or (terms.D, terms.D, 0.0)
-    spread_rows = [_padded_rows(vector.to(dtype), mixer) for vector in (terms.D, norm_weight, norm_bias)]
+    by_channel = [_padded_rows(vector.to(dtype), mixer) for vector in (terms.D, norm_weight, norm_bias)]
     A = _padded_rows(terms.A.to(dtype).T, mixer).view(N, columns // LANES, LANES).transpose(0, 1)
     groups = -(-batch // ROWS)
-    known = _room_to_keep(terms, mixer, dtype) if terms.keep else None
+    known = _room_to_keep(terms, mixer, value) if terms.keep else None
     _sweep.run(
         groups,
         terms.x.numel() * (N + _STEPS_OF_AN_ITERATION),
@@ -88,38 +89,33 @@ def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepR
         (terms.norm is not None, float(norm_epsilon)),
         (settings.tolerance, settings.relative, settings.inner_max_iterations, settings.divergence_limit),
         (settings.damping, settings.damping_decay, settings.patience),
-        _flat(terms.from_x.to(dtype)),
-        np.array(terms.columns.runs(), dtype=np.int64).reshape(-1, 3),
-        _flat(_panels(terms.weight.to(dtype))),
-        _flat(terms.x.to(dtype)),
-        _flat(A),
-        *map(_flat, spread_rows),
-        _flat(terms.y.to(dtype)),
-        _flat(mask),
-        *map(_flat, (H, value, iterations, residual, status)),
+        flat(terms.from_x.to(dtype)),
+        run_table(terms.columns),
+        flat(_panels(terms.weight.to(dtype))),
+        flat(terms.x.to(dtype)),
+        flat(A),
+        *map(flat, by_channel),
+        flat(terms.y.to(dtype)),
+        flat(mask),
+        *map(flat, (H, value, iterations, residual, status)),
         terms.keep,
-        *(_flat(H[:0] if tensor is None else tensor) for tensor in _kept(known)),
+        *(flat(H[:0] if tensor is None else tensor) for tensor in _kept(known)),
     )
     return SweepResult(value, iterations, residual, status, H, known)
 
 
-def _room_to_keep(terms: SweepTerms, mixer: Mixer, dtype: torch.dtype) -> KnownTokens:
-    batch, length, width = terms.x.shape
-    sizes = terms.columns.sizes
+def _room_to_keep(terms: SweepTerms, mixer: Mixer, value: Tensor) -> KnownTokens:
+    width, sizes = value.shape[-1], terms.columns.sizes
 
     def room(size: int) -> Tensor:
-        return torch.empty(batch, length, size, dtype=dtype)
+        return value.new_empty(*value.shape[:-1], size)
 
     tokens = MixedTokens(room(width), room(width), room(sizes[1]), room(sizes[2]), room(sizes[4]))
-    return KnownTokens(tokens, room(sum(terms.columns.from_s)), room(eigenvector_room(mixer)))
+    return KnownTokens(value, tokens, room(sum(terms.columns.from_s)), room(eigenvector_room(mixer)))
 
 
 def _kept(known: KnownTokens | None) -> tuple[Tensor | None, ...]:
     return (*known.tokens, known.from_s, known.eigenvectors) if known else (None,) * 7
-
-
-def _flat(tensor: Tensor) -> Any:
-    return tensor.contiguous().view(-1).numpy()
 
 
 def _padded_rows(vectors: Tensor, mixer: Mixer) -> Tensor:
@@ -226,11 +222,11 @@ def _iterate(
             value = load(f, j)
             difference = at_least(absolute(value - load(y, j)), difference)
             size = at_least(absolute(value), size)
-            total = total + value
+            total = total + (value - value)  # 0, or NaN where the value is not finite
         largest, residual = lane_max(size), lane_max(difference)
         if relative:
             residual = residual / max(largest, real(_EPSILON))
-        if not (math.isfinite(lane_sum(total)) and math.isfinite(residual)):
+        if not (lane_sum(total) == 0 and math.isfinite(residual)):
             return iteration, real(np.nan), _NON_FINITE
         if largest > real(limit):
             return iteration, residual, _DIVERGED

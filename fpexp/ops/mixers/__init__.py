@@ -34,6 +34,18 @@ class Columns:
     sizes: tuple[int, int, int, int, int]
     from_s: tuple[int, int, int, int, int]
 
+    def check(self, from_x: Tensor, weight: Tensor, x: Tensor, N: int) -> None:
+        """Raise a ValueError where tensors do not fit: kernels do not look where they read."""
+        _, b, c, delta, z = self.sizes
+        width = x.shape[-1]
+        fits = (b, c, delta) == (N, N, width) and z in (0, width)
+        fits &= all(present in (0, size) for present, size in zip(self.from_s, self.sizes, strict=True))
+        fits &= from_x.shape == (*x.shape[:-1], sum(self.sizes)) and weight.shape == (sum(self.from_s), width)
+        if not fits:
+            raise ValueError(
+                f"x {tuple(x.shape)}, from_x {tuple(from_x.shape)} and weight {tuple(weight.shape)} do not fit {self}"
+            )
+
     def runs(self) -> list[tuple[int, int, int]]:
         """Return (from which column of x's part on, from which of s's part on, how many) are added."""
         runs: list[tuple[int, int, int]] = []
@@ -65,10 +77,11 @@ class MixedTokens(NamedTuple):
 class KnownTokens(NamedTuple):
     """`MixedTokens` that a sweep leaves behind, with what their gradient asks for.
 
-    `from_s` (B, T, sum of columns.from_s) is what s contributes, `eigenvectors` (B, T, .) the top ones of Kronecker
-    factors.
+    `y` is the iterate that all this belongs to, `from_s` (B, T, sum of columns.from_s) what s contributes, and
+    `eigenvectors` (B, T, .) the top ones of Kronecker factors.
     """
 
+    y: Tensor
     tokens: MixedTokens
     from_s: Tensor
     eigenvectors: Tensor

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
-from fpexp.ops.mixers import MixerForm
+from fpexp.ops.mixers import Columns, MixerForm
 from fpexp.ops.simd.cpu import (
     LANES,
     broadcast,
@@ -57,20 +57,20 @@ class Mixer(NamedTuple):
     power_iterations: int
 
     @classmethod
-    def of(cls, form: MixerForm, width: int) -> Mixer:
-        """Return `form` at inner width `width`."""
-        kind = _KINDS[form.kind]
-        if kind == KRONECKER:
-            rows, columns = form.sizes
-            coefficients = sum(n + n * (n + 1) // 2 for n in form.sizes)
-        else:
-            rows, columns = 1, width
-            coefficients = form.sizes[0] * (width + 1)
-        size = form.sizes[0]
-        return cls(
-            kind, size, whole(size), rows, columns, whole(columns), coefficients, form.a_max, form.rows,
-            form.power_iterations,
-        )  # fmt: skip
+    def of(cls, form: MixerForm, columns: Columns) -> Mixer:
+        """Return `form` at the width of `columns`; ValueError where the coefficients are not those of `form`."""
+        kind, width = _KINDS[form.kind], columns.sizes[3]
+        rows, row = form.sizes if kind == KRONECKER else (1, width)
+        counts = [n + n * (n + 1) // 2 for n in form.sizes] if kind == KRONECKER else [form.sizes[0] * (width + 1)]
+        if sum(counts) != columns.sizes[0]:
+            raise ValueError(f"{form} has {sum(counts)} coefficients at width {width}, not {columns.sizes[0]}")
+        size, options = form.sizes[0], (form.a_max, form.rows, form.power_iterations)
+        return cls(kind, size, whole(size), rows, row, whole(row), sum(counts), *options)
+
+
+def run_table(columns: Columns) -> Any:
+    """Return `columns.runs()` as an array (runs, 3)."""
+    return np.array(columns.runs(), dtype=np.int64).reshape(-1, 3)
 
 
 def whole(size: int) -> int:
@@ -166,10 +166,10 @@ def l2normalise_back(u: Any, du: Any, at: int, count: int, scale: float) -> None
 
 
 @_compiled
-def make_factors(mixer: Any, p: Any, mask: Any, compact: Any, search: bool, F: Any) -> None:
+def make_factors(mixer: Any, p: Any, lanes: Any, compact: Any, search: bool, F: Any) -> None:
     """Fill F from the coefficients p of a token, which LANES numbers follow.
 
-    `mask` (padded) is 1 at real channels of a row and 0 at padding. `search`: find the eigenvectors, which otherwise
+    `lanes` (padded) is 1 at real channels of a row and 0 at padding. `search`: find the eigenvectors, which otherwise
     are in F already. `compact` is scratch for a triangle.
     """
     if mixer.kind == KRONECKER:
@@ -181,7 +181,7 @@ def make_factors(mixer: Any, p: Any, mask: Any, compact: Any, search: bool, F: A
     width, rank = mixer.columns, mixer.size1
     for i in range(rank):
         for j in range(0, mixer.padded, LANES):
-            v = load(p, i * width + j) * load(mask, j)
+            v = load(p, i * width + j) * load(lanes, j)
             store(F, i * mixer.padded + j, v * sigmoid(v))
         l2normalise(F, i * mixer.padded, mixer.padded)
     for i in range(0, rank, LANES):
@@ -391,16 +391,16 @@ def room_to_go_back(mixer: Any) -> int:
 
 
 @_compiled
-def apply_back(mixer: Any, p: Any, mask: Any, compact: Any, F: Any, v: Any, g: Any, dp: Any, scratch: Any) -> None:
+def apply_back(mixer: Any, p: Any, lanes: Any, compact: Any, F: Any, v: Any, g: Any, dp: Any, scratch: Any) -> None:
     """Given v and the gradient g of Q v: g <- the gradient of v, dp[:coefficients] = that of the coefficients p."""
     if mixer.kind == KRONECKER:
         _kronecker_back(mixer, p, compact, F, v, g, dp, scratch)
     else:
-        _low_rank_back(mixer, p, mask, F, v, g, dp, scratch)
+        _low_rank_back(mixer, p, lanes, F, v, g, dp, scratch)
 
 
 @_compiled
-def _low_rank_back(mixer: Any, p: Any, mask: Any, F: Any, v: Any, g: Any, dp: Any, scratch: Any) -> None:
+def _low_rank_back(mixer: Any, p: Any, lanes: Any, F: Any, v: Any, g: Any, dp: Any, scratch: Any) -> None:
     rank, padded, width = mixer.size1, mixer.padded, mixer.columns
     weights, du, da = rank * padded, (rank + 1) * padded, (rank + 2) * padded
     for j in range(0, padded, LANES):
@@ -425,7 +425,7 @@ def _low_rank_back(mixer: Any, p: Any, mask: Any, F: Any, v: Any, g: Any, dp: An
         _add(g, 0, -a * back, F, u, padded)
         total = zeros(load(F, u))
         for j in range(0, padded, LANES):
-            raw = load(p, i * width + j) * load(mask, j)
+            raw = load(p, i * width + j) * load(lanes, j)
             raw = raw * sigmoid(raw)
             total = total + raw * raw
         scale = p.dtype.type(1) / np.sqrt(lane_sum(total) + p.dtype.type(EPSILON))

@@ -31,7 +31,7 @@ from numba import njit
 from torch import Tensor
 from torch.nn import functional
 
-from fpexp.ops.kernel import Kernel
+from fpexp.ops.kernel import Kernel, compute_type, flat
 from fpexp.ops.simd.cpu import LANES, aligned, broadcast, exp, lane_sum, load, read_tile, spread, store, write_tile
 
 _TASKS = 32  # at least, where the shape allows: work for as many threads
@@ -48,7 +48,7 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:
     """See `fpexp.ops.selective_scan`. Channels are padded with zeros to whole blocks."""
     output_dtype, width = x.dtype, x.shape[2]
-    dtype = torch.float64 if output_dtype == torch.float64 else torch.float32
+    dtype = compute_type(output_dtype)
     x, delta, A, b, c, D = (tensor.to(dtype) for tensor in (x, delta, A, b, c, D))
     state = None if state is None else state.to(dtype)
     padding = -width % LANES
@@ -95,7 +95,7 @@ class _Problem:
         """What both kernels take first: sizes, then the arguments of the op without dimensions."""
         tensors = (self.x, self.delta, self.A, self.b, self.c, self.D, self.state)
         sizes = (self.groups, self.chunk, self.length, self.width, self.N)
-        return (*sizes, *map(_flat, tensors))
+        return (*sizes, *map(flat, tensors))
 
     def empty_checkpoints(self) -> Tensor:
         """Room for the state before each chunk but the first."""
@@ -103,15 +103,11 @@ class _Problem:
         return self.x.new_empty(self.batch, inner, self.blocks, self.N, LANES)
 
 
-def _flat(tensor: Tensor) -> Any:
-    return tensor.detach().view(-1).numpy()
-
-
 def _scan(problem: _Problem, checkpoints: Tensor | None) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(problem.x)
     H = problem.x.new_empty(problem.batch, problem.width, problem.N)
     kept = problem.x.new_empty(0) if checkpoints is None else checkpoints
-    _forward.run(problem.tasks, problem.work, *problem.arguments(), _flat(y), _flat(H), _flat(kept))
+    _forward.run(problem.tasks, problem.work, *problem.arguments(), flat(y), flat(H), flat(kept))
     return y, H
 
 
@@ -144,8 +140,8 @@ class _SelectiveScan(torch.autograd.Function):
             problem.tasks,
             problem.work,
             *problem.arguments(),
-            *map(_flat, (checkpoints, grad_y, grad_H)),
-            *map(_flat, results),
+            *map(flat, (checkpoints, grad_y, grad_H)),
+            *map(flat, results),
         )
         dA = _sum_rows(dA.flatten(1)[None], problem.A.shape).transpose(1, 2).flatten(0, 1)
         db, dc = (_sum_rows(part.flatten(2), problem.b.shape) for part in (db, dc))
@@ -159,7 +155,7 @@ def _sum_rows(parts: Tensor, shape: torch.Size) -> Tensor:
         return parts.view(shape)
     total = parts.new_empty(shape)
     runs = max(1, columns // 1024)
-    _sum.run(outer * runs, parts.numel(), runs, rows, columns, _flat(parts), _flat(total))
+    _sum.run(outer * runs, parts.numel(), runs, rows, columns, flat(parts), flat(total))
     return total
 
 

@@ -13,7 +13,7 @@ from numba import njit
 from torch import Tensor
 from torch.nn import functional
 
-from fpexp.ops.kernel import Kernel
+from fpexp.ops.kernel import Kernel, compute_type, flat
 from fpexp.ops.mixers import Columns, KnownTokens, MixedTokens, MixerForm
 from fpexp.ops.mixers.cpu import (
     Mixer,
@@ -28,6 +28,7 @@ from fpexp.ops.mixers.cpu import (
     place,
     recall_eigenvectors,
     room_to_go_back,
+    run_table,
     silu_back,
     take,
     triangle_room,
@@ -48,7 +49,7 @@ def mix_tokens(
     known: KnownTokens | None = None,
 ) -> MixedTokens:
     """See `fpexp.ops.token_mixing`."""
-    dtype = x.dtype if x.dtype == torch.float64 else torch.float32
+    dtype = compute_type(x.dtype)
     from_x, x, y = (tensor.to(dtype).contiguous() for tensor in (from_x, x, y))
     arguments = (from_x, s.to(weight.dtype), weight, x, y)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arguments):
@@ -62,7 +63,7 @@ def _mix(
     from_x: Tensor, s: Tensor, weight: Tensor, x: Tensor, y: Tensor, columns: Columns, form: MixerForm, keep: bool
 ) -> KnownTokens:
     """Compute; `keep`: the eigenvectors too."""
-    mixer, N = Mixer.of(form, x.shape[-1]), columns.sizes[1]
+    mixer, N = Mixer.of(form, columns), columns.sizes[1]
     leading = x.shape[:-1]
     from_s = functional.linear(s, weight).to(x.dtype)
     outputs = [x.new_empty(*leading, size) for size in (x.shape[-1], x.shape[-1], N, N, columns.sizes[4])]
@@ -73,14 +74,10 @@ def _mix(
         mixer,
         leading.numel(),
         N,
-        np.array(columns.runs(), dtype=np.int64).reshape(-1, 3),
-        *map(_flat, (from_x, from_s, x, y, *outputs, eigenvectors)),
+        run_table(columns),
+        *map(flat, (from_x, from_s, x, y, *outputs, eigenvectors)),
     )
-    return KnownTokens(MixedTokens(*outputs), from_s, eigenvectors)
-
-
-def _flat(tensor: Tensor) -> Any:
-    return tensor.detach().view(-1).numpy()
+    return KnownTokens(y, MixedTokens(*outputs), from_s, eigenvectors)
 
 
 class _MixTokens(torch.autograd.Function):
@@ -113,11 +110,11 @@ class _MixTokens(torch.autograd.Function):
         _backward.run(
             tokens,
             x.numel() * _STEPS_OF_A_TOKEN,
-            Mixer.of(ctx.form, x.shape[-1]),
+            Mixer.of(ctx.form, ctx.columns),
             tokens,
             ctx.columns.sizes[1],
-            np.array(runs, dtype=np.int64).reshape(-1, 3),
-            *map(_flat, (from_x, from_s, x, y, eigenvectors, *given, d_from_x, dx, dy)),
+            run_table(ctx.columns),
+            *map(flat, (from_x, from_s, x, y, eigenvectors, *given, d_from_x, dx, dy)),
         )
         parts = [d_from_x[..., target : target + size] for target, _, size in runs]
         d_from_s = parts[0] if len(parts) == 1 else torch.cat([*parts, from_x[..., :0]], dim=-1)

@@ -9,17 +9,16 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from fpexp.ops.kernel import Kernel
+from fpexp.ops.kernel import Kernel, compute_type, flat
 from fpexp.ops.simd.cpu import LANES, absolute, at_least, get, lane_max, lane_sum, load, zeros
 
 
-def token_residual(f_y: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def distances(f_y: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """See `fpexp.ops.token_residual`. Half precision is compared in float32."""
-    if f_y.dtype not in (torch.float32, torch.float64) or y.dtype != f_y.dtype:
-        f_y, y = f_y.float(), y.float()
+    dtype = compute_type(torch.promote_types(f_y.dtype, y.dtype))
+    f_y, y = f_y.to(dtype), y.to(dtype)
     difference, size = (f_y.new_empty(f_y.shape[:-1]) for _ in range(2))
-    arrays = (tensor.detach().contiguous().view(-1).numpy() for tensor in (f_y, y, difference, size))
-    _norms.run(difference.numel(), f_y.numel(), f_y.shape[-1], *arrays)
+    _norms.run(difference.numel(), f_y.numel(), f_y.shape[-1], *map(flat, (f_y, y, difference, size)))
     return difference, size
 
 
