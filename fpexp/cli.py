@@ -14,7 +14,7 @@ COMMANDS = {
     "evaluate": "measure a recorded run at other lengths",
     "runs": "list recorded runs",
     "bench": "time this machine against named baselines",
-    "list": "list tasks, models, solvers, schedules, scales, experiments",
+    "list": "list tasks, models, solvers, schedules, gradients, scales, experiments",
     "doctor": "check the installation and this machine",
 }
 

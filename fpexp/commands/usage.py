@@ -40,8 +40,9 @@ usage: fpexp bench [<name> ...] [threads=0] [repeats=15] [warmup=2] [budget=60] 
        fpexp bench --list
 
 Runs benchmarks, all of them unless some are named, one after another in one process. Every contender is first checked
-against the reference; then they are timed in turn, A B A B, `repeats` rounds after `warmup`, or as many as `budget`
-seconds allow, at least three. Prints a table for each and writes <results_dir>/bench/<name>-<time>.json.
+against the reference; then they are timed in turn, A B A B, `repeats` rounds after `warmup`, or as many as
+`budget` seconds allow those that are compared with each other, at least three. Prints a table for each and writes
+<results_dir>/bench/<name>-<time>.json.
 
 benchmarks, with keys of their own:
 {benchmarks}

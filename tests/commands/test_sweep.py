@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from runs import TINY, CommandLine, Recorder, assert_steps_stand_once, finish, start, stop_at, tiny, wait_for
 
 from fpexp.errors import Interrupted
@@ -120,6 +121,21 @@ def test_an_outside_run_is_measured_loaded_and_trained_again(cli: CommandLine, o
     assert cli("evaluate", f"run={run.id}", "lengths=[3]").code == 0
     assert cli("train", f"config={run.path / 'config.yaml'}").code == 0
     assert "trap" in cli("runs").out
+
+
+def test_a_run_of_an_earlier_version_is_not_run_again(cli: CommandLine) -> None:
+    """Its config is read as this version reads it: before the gradient was a group, it had none."""
+    words = ["train", "-m", "task=a4", "model=lstm", *TINY]
+    assert cli(*words).code == 0
+    (run,) = cli.runs()
+    tree = yaml.safe_load((run.path / "config.yaml").read_text())
+    del tree["gradient"], tree["choices"]["gradient"]
+    (run.path / "config.yaml").write_text(yaml.safe_dump(tree))
+    sittings = json.loads((run.path / "environment.json").read_text())
+    sittings["sittings"][0]["fingerprint"] = "as it was then"
+    (run.path / "environment.json").write_text(json.dumps(sittings))
+    assert f"done before: {run.id}" in cli(*words).out
+    assert len(cli.runs()) == 1
 
 
 # CASES 33
