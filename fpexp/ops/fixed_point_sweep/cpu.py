@@ -9,7 +9,7 @@ the next token's decay. No result depends on the other sequences of a task.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -79,29 +79,99 @@ def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepR
     norm_weight, norm_bias, norm_epsilon = terms.norm or (terms.D, terms.D, 0.0)
     by_channel = [_padded_rows(vector.to(dtype), mixer) for vector in (terms.D, norm_weight, norm_bias)]
     A = _padded_rows(terms.A.to(dtype).T, mixer).view(N, columns // LANES, LANES).transpose(0, 1)
-    groups = -(-batch // ROWS)
     known = _room_to_keep(terms, mixer, value) if terms.keep else None
+    rules = _Rules(
+        normed=terms.norm is not None,
+        norm_epsilon=float(norm_epsilon),
+        tolerance=settings.tolerance,
+        relative=settings.relative,
+        cap=settings.inner_max_iterations,
+        limit=settings.divergence_limit,
+        damping=settings.damping,
+        damping_decay=settings.damping_decay,
+        patience=settings.patience,
+    )
+    given = (terms.from_x.to(dtype), _panels(terms.weight.to(dtype)), terms.x.to(dtype), A, *by_channel)
+    nothing = value.new_empty(0)
+    kept = (*known.tokens, known.from_s, known.eigenvectors) if known else (nothing,) * len(_Kept._fields)
     _sweep.run(
-        groups,
+        -(-batch // ROWS),
         terms.x.numel() * (N + _STEPS_OF_AN_ITERATION),
         mixer,
         (batch, length, N),
-        (terms.norm is not None, float(norm_epsilon)),
-        (settings.tolerance, settings.relative, settings.inner_max_iterations, settings.divergence_limit),
-        (settings.damping, settings.damping_decay, settings.patience),
-        flat(terms.from_x.to(dtype)),
+        rules,
         run_table(terms.columns),
-        flat(_panels(terms.weight.to(dtype))),
-        flat(terms.x.to(dtype)),
-        flat(A),
-        *map(flat, by_channel),
-        flat(terms.y.to(dtype)),
-        flat(mask),
-        *map(flat, (H, value, iterations, residual, status)),
+        _Given(*map(flat, (*given, terms.y.to(dtype), mask))),
+        _Found(*map(flat, (H, value, iterations, residual, status))),
         terms.keep,
-        *(flat(H[:0] if tensor is None else tensor) for tensor in _kept(known)),
+        _Kept(*(flat(nothing if tensor is None else tensor) for tensor in kept)),
     )
     return SweepResult(value, iterations, residual, status, H, known)
+
+
+class _Rules(NamedTuple):
+    """Norm, stopping and damping of a token's iteration."""
+
+    normed: bool
+    norm_epsilon: float
+    tolerance: float
+    relative: bool
+    cap: int
+    limit: float
+    damping: float
+    damping_decay: float
+    patience: int
+
+
+class _Given(NamedTuple):
+    """Flat arrays: `weight` in panels, `A` in tiles (N, LANES), and D and the norm's weight and bias in padded rows."""
+
+    from_x: Any
+    weight: Any
+    x: Any
+    A: Any
+    D: Any
+    norm_weight: Any
+    norm_bias: Any
+    y: Any
+    mask: Any
+
+
+class _Found(NamedTuple):
+    """Flat arrays; H holds the first state too."""
+
+    H: Any
+    value: Any
+    iterations: Any
+    residual: Any
+    status: Any
+
+
+class _Kept(NamedTuple):
+    """The flat arrays of `KnownTokens`."""
+
+    mixed: Any
+    delta: Any
+    b: Any
+    c: Any
+    gate: Any
+    from_s: Any
+    eigenvectors: Any
+
+
+class _Token(NamedTuple):
+    """Of one token, as padded rows but for b, c and the factors F of Q; all its equation is made of."""
+
+    F: Any
+    x: Any
+    delta: Any
+    b: Any
+    c: Any
+    gate: Any
+    base: Any
+    g: Any
+    mixed: Any
+    y: Any
 
 
 def _room_to_keep(terms: SweepTerms, mixer: Mixer, value: Tensor) -> KnownTokens:
@@ -112,10 +182,6 @@ def _room_to_keep(terms: SweepTerms, mixer: Mixer, value: Tensor) -> KnownTokens
 
     tokens = MixedTokens(room(width), room(width), room(sizes[1]), room(sizes[2]), room(sizes[4]))
     return KnownTokens(value, tokens, room(sum(terms.columns.from_s)), room(eigenvector_room(mixer)))
-
-
-def _kept(known: KnownTokens | None) -> tuple[Tensor | None, ...]:
-    return (*known.tokens, known.from_s, known.eigenvectors) if known else (None,) * 7
 
 
 def _padded_rows(vectors: Tensor, mixer: Mixer) -> Tensor:
@@ -164,32 +230,29 @@ def _product(s: Any, rows: int, width: int, weight: Any, out: Any, stride: int) 
 
 @njit(error_model="numpy")
 def _decay_and_read(
-    H: Any, at: int, columns: int, N: int, delta: Any, A: Any, write: Any, b_before: Any, c: Any, base: Any
+    H: Any, at: int, columns: int, N: int, token: Any, A: Any, write: Any, write_at: int, b_before: Any, b_at: int
 ) -> None:
-    """H <- exp(delta A) (H + write b_before^T) and base = H c, in tiles (N, LANES)."""
+    """H <- exp(delta A) (H + write b_before^T) and base = H c, in tiles (N, LANES) from H[at] on."""
     for block in range(0, columns, LANES):
-        step, before = load(delta, block), load(write, block)
+        step, before = load(token.delta, block), load(write, write_at + block)
         total = zeros(step)
         for n in range(N):
             i = block * N + n * LANES
-            h = (load(H, at + i) + before * spread(b_before, n)) * exp(step * load(A, i))
+            h = (load(H, at + i) + before * spread(b_before, b_at + n)) * exp(step * load(A, i))
             store(H, at + i, h)
-            total = total + h * spread(c, n)
-        store(base, block, total)
+            total = total + h * spread(token.c, n)
+        store(token.base, block, total)
 
 
 @njit(error_model="numpy")
 def _iterate(
-    mixer: Any, width: int, norm: Any, stopping: Any, damping: Any, F: Any, x: Any, base: Any, g: Any, gated: bool,
-    gate: Any, lanes: Any, norm_weight: Any, norm_bias: Any, mixed: Any, f: Any, scratch: Any, y: Any,
-) -> tuple[int, float, int]:  # fmt: skip
+    mixer: Any, rules: Any, given: Any, token: Any, gated: bool, lanes: Any, f: Any, scratch: Any
+) -> tuple[int, float, int]:
     """Solve y = norm(gate (base + g mixed)), mixed = Q (x - y) + y, from 0; iterations, residual and status."""
+    x, y, mixed = token.x, token.y, token.mixed
     real = x.dtype.type
-    tolerance, relative, cap, limit = stopping
-    damping_start, damping_decay, patience = damping
-    normed, norm_epsilon = norm
-    columns = mixer.rows * mixer.padded
-    step, best, stalled = real(damping_start), real(np.inf), 0
+    width, columns = mixer.rows * mixer.columns, mixer.rows * mixer.padded
+    step, best, stalled = real(rules.damping), real(np.inf), 0
     for j in range(0, columns, LANES):
         store(y, j, zeros(load(x, j)))
     iteration = 0
@@ -197,26 +260,26 @@ def _iterate(
         iteration += 1
         for j in range(0, columns, LANES):
             store(mixed, j, load(x, j) - load(y, j))
-        apply(mixer, F, mixed, scratch)
+        apply(mixer, token.F, mixed, scratch)
         total = zeros(load(x, 0))
         for j in range(0, columns, LANES):
             m = load(mixed, j) + load(y, j)
             store(mixed, j, m)
-            value = load(base, j) + load(g, j) * m
+            value = load(token.base, j) + load(token.g, j) * m
             if gated:
-                value = value * load(gate, j)
+                value = value * load(token.gate, j)
             store(f, j, value)
             total = total + value
-        if normed:
+        if rules.normed:
             mean = broadcast(lane_sum(total) / real(width))
             total = zeros(mean)
             for j in range(0, columns, LANES):
                 value = (load(f, j) - mean) * load(lanes, j)
                 store(f, j, value)
                 total = total + value * value
-            scale = broadcast(real(1) / np.sqrt(lane_sum(total) / real(width) + real(norm_epsilon)))
+            scale = broadcast(real(1) / np.sqrt(lane_sum(total) / real(width) + real(rules.norm_epsilon)))
             for j in range(0, columns, LANES):
-                store(f, j, load(f, j) * scale * load(norm_weight, j) + load(norm_bias, j))
+                store(f, j, load(f, j) * scale * load(given.norm_weight, j) + load(given.norm_bias, j))
         difference = size = total = zeros(load(x, 0))
         for j in range(0, columns, LANES):
             value = load(f, j)
@@ -224,136 +287,146 @@ def _iterate(
             size = at_least(absolute(value), size)
             total = total + (value - value)  # 0, or NaN where the value is not finite
         largest, residual = lane_max(size), lane_max(difference)
-        if relative:
+        if rules.relative:
             residual = residual / max(largest, real(_EPSILON))
         if not (lane_sum(total) == 0 and math.isfinite(residual)):
             return iteration, real(np.nan), _NON_FINITE
-        if largest > real(limit):
+        if largest > real(rules.limit):
             return iteration, residual, _DIVERGED
-        if residual <= real(tolerance):
+        if residual <= real(rules.tolerance):
             return iteration, residual, _CONVERGED
-        if iteration == cap:
+        if iteration == rules.cap:
             return iteration, residual, _CAP_REACHED
         if residual < best:
             best, stalled = residual, 0
         else:
             stalled += 1
-            if stalled >= patience:
-                step, stalled = step * real(damping_decay), 0
+            if stalled >= rules.patience:
+                step, stalled = step * real(rules.damping_decay), 0
         for j in range(0, columns, LANES):
             store(y, j, load(y, j) + broadcast(step) * (load(f, j) - load(y, j)))
 
 
+@njit(error_model="numpy")
+def _read_token(
+    mixer: Any, N: int, given: Any, at: int, p: Any, gated: bool, lanes: Any, compact: Any, token: Any
+) -> None:
+    """Fill `token` but for base from its coefficients p and from x; its number among all is `at`."""
+    width, columns = mixer.rows * mixer.columns, mixer.rows * mixer.padded
+    b_at, c_at, delta_at = mixer.coefficients, mixer.coefficients + N, mixer.coefficients + 2 * N
+    make_factors(mixer, p, lanes, compact, True, token.F)
+    copy_padded(p, b_at, token.b, 0, N)
+    copy_padded(p, c_at, token.c, 0, N)
+    l2normalise(token.b, 0, token.b.size)
+    l2normalise(token.c, 0, token.c.size)
+    place(given.x, at * width, mixer, token.x)
+    place(p, delta_at, mixer, token.delta)
+    if gated:
+        place(p, delta_at + width, mixer, token.gate)
+    overlap = p.dtype.type(0)
+    for n in range(N):
+        overlap += token.b[n] * token.c[n]
+    for j in range(0, columns, LANES):
+        step = softplus(load(token.delta, j)) * load(lanes, j)
+        store(token.delta, j, step)
+        store(token.g, j, broadcast(overlap) * step + load(given.D, j))
+        if gated:
+            z = load(token.gate, j)
+            store(token.gate, j, z * sigmoid(z))
+
+
+@njit(error_model="numpy")
+def _keep_token(mixer: Any, N: int, tokens: int, at: int, token: Any, product: Any, row: int, kept: Any) -> None:
+    """Copy what `KnownTokens` has of a token; what s contributes to it begins at product[row]."""
+    width = mixer.rows * mixer.columns
+    take(token.mixed, mixer, kept.mixed, at * width)
+    take(token.delta, mixer, kept.delta, at * width)
+    copy(token.b, 0, kept.b, at * N, N)
+    copy(token.c, 0, kept.c, at * N, N)
+    if kept.gate.size:
+        take(token.gate, mixer, kept.gate, at * width)
+    from_s, vectors = kept.from_s.size // tokens, kept.eigenvectors.size // tokens
+    copy(product, row, kept.from_s, at * from_s, from_s)
+    if vectors:
+        keep_eigenvectors(mixer, token.F, kept.eigenvectors, at * vectors)
+
+
+@njit(error_model="numpy")
+def _blank_token(mixer: Any, N: int, like: Any) -> Any:
+    columns, N_padded = mixer.rows * mixer.padded, N + -N % LANES
+    sizes = (factor_room(mixer), columns, columns, N_padded, N_padded, columns, columns, columns, columns, columns)
+    F, x, delta, b, c, gate, base, g, mixed, y = [_zeros(size, like) for size in sizes]
+    return _Token(F, x, delta, b, c, gate, base, g, mixed, y)
+
+
+@njit(error_model="numpy")
+def _zeros(size: int, like: Any) -> Any:
+    array = aligned(size, like)
+    array[:] = 0
+    return array
+
+
 def _sweep_groups(
-    first: int, last: int, mixer: Any, sizes: Any, norm: Any, stopping: Any, damping: Any, parts: Any, runs: Any,
-    weight: Any, x: Any, A: Any, D: Any, norm_weight: Any, norm_bias: Any, carried: Any, mask: Any, H: Any, value: Any,
-    iterations: Any, residual: Any, status: Any, keep: bool, kept_mixed: Any, kept_delta: Any, kept_b: Any,
-    kept_c: Any, kept_gate: Any, kept_from_s: Any, kept_eigenvectors: Any,
-) -> None:  # fmt: skip
-    """`x` and what is kept have one row a token; `from_s` is at least as wide as what is kept of it."""
+    first: int, last: int, mixer: Any, sizes: Any, rules: Any, runs: Any, given: Any, found: Any, keep: bool, kept: Any
+) -> None:
     batch, length, N = sizes
     width, columns = mixer.rows * mixer.columns, mixer.rows * mixer.padded
-    from_s = weight.size // width
-    count = parts.size // (batch * length)
-    b_at, c_at, delta_at = mixer.coefficients, mixer.coefficients + N, mixer.coefficients + 2 * N
-    gated = count > delta_at + width
-    N_padded = N + -N % LANES
+    x = given.x
+    from_s, count = given.weight.size // width, given.from_x.size // (batch * length)
+    gated = count > mixer.coefficients + 2 * N + width
 
-    lanes = np.zeros(columns, x.dtype)
-    lanes_of_row = np.zeros(mixer.padded, x.dtype)
+    lanes = _zeros(columns, x)
     for i in range(mixer.rows):
         lanes[i * mixer.padded : i * mixer.padded + mixer.columns] = 1
-    lanes_of_row[: mixer.columns] = 1
-    s = np.zeros(ROWS * width, x.dtype)
-    product = aligned(ROWS * from_s, x)
-    p = np.zeros(count + LANES, x.dtype)
-    F = aligned(factor_room(mixer), x)
-    F[:] = 0
-    compact = aligned(triangle_room(mixer), x)
+    token = _blank_token(mixer, N, x)
+    s, product = _zeros(ROWS * width, x), aligned(ROWS * from_s, x)
+    p, compact = _zeros(count + LANES, x), aligned(triangle_room(mixer), x)
+    f, scratch = aligned(columns, x), aligned(2 * columns, x)
     state = aligned(ROWS * columns * N, x)
-    write = aligned(ROWS * columns, x)
-    b = aligned(ROWS * N_padded, x)
-    c = aligned(N_padded, x)
-    c[:] = 0
-    b_now = aligned(N_padded, x)
-    b_now[:] = 0
-    x_t, delta, gate = np.zeros(columns, x.dtype), np.zeros(columns, x.dtype), np.zeros(columns, x.dtype)
-    y, base, g = aligned(columns, x), aligned(columns, x), aligned(columns, x)
-    mixed, f = aligned(columns, x), aligned(columns, x)
-    scratch = aligned(2 * columns, x)
+    write, b_before = aligned(ROWS * columns, x), aligned(ROWS * token.b.size, x)  # not yet in the state
 
     for group in range(first, last):
         rows = min(ROWS, batch - group * ROWS)
         for row in range(rows):
             sequence = group * ROWS + row
-            copy(carried, sequence * width, s, row * width, width)
-            _read_state(H, sequence * width * N, mixer, N, state, row * columns * N)
+            copy(given.y, sequence * width, s, row * width, width)
+            _read_state(found.H, sequence * width * N, mixer, N, state, row * columns * N)
         write[:] = 0
-        b[:] = 0
+        b_before[:] = 0
         for t in range(length):
             if from_s:
-                _product(s, rows, width, weight, product, from_s)
+                _product(s, rows, width, given.weight, product, from_s)
             for row in range(rows):
-                sequence = group * ROWS + row
-                token = sequence * length + t
-                if not mask[token]:
+                at = (group * ROWS + row) * length + t
+                if not given.mask[at]:
                     s[row * width : (row + 1) * width] = 0
-                    value[token * width : (token + 1) * width] = 0
-                    iterations[token], residual[token], status[token] = 1, 0, _CONVERGED
+                    found.value[at * width : (at + 1) * width] = 0
+                    found.iterations[at], found.residual[at], found.status[at] = 1, 0, _CONVERGED
                     continue
-                copy(parts, token * count, p, 0, count)
+                copy(given.from_x, at * count, p, 0, count)
                 for run in range(runs.shape[0]):
                     accumulate(product, row * from_s + runs[run, 1], p, runs[run, 0], runs[run, 2])
-                make_factors(mixer, p, lanes_of_row, compact, True, F)
-                copy_padded(p, b_at, b_now, 0, N)
-                copy_padded(p, c_at, c, 0, N)
-                l2normalise(b_now, 0, N_padded)
-                l2normalise(c, 0, N_padded)
-                place(x, token * width, mixer, x_t)
-                place(p, delta_at, mixer, delta)
-                if gated:
-                    place(p, delta_at + width, mixer, gate)
-                overlap = x.dtype.type(0)
-                for n in range(N):
-                    overlap += b_now[n] * c[n]
-                for j in range(0, columns, LANES):
-                    step = softplus(load(delta, j)) * load(lanes, j)
-                    store(delta, j, step)
-                    store(g, j, broadcast(overlap) * step + load(D, j))
-                    if gated:
-                        z = load(gate, j)
-                        store(gate, j, z * sigmoid(z))
-                writes, b_before = write[row * columns : (row + 1) * columns], b[row * N_padded : (row + 1) * N_padded]
-                _decay_and_read(state, row * columns * N, columns, N, delta, A, writes, b_before, c, base)
-                done, left, code = _iterate(
-                    mixer, width, norm, stopping, damping, F, x_t, base, g, gated, gate, lanes, norm_weight,
-                    norm_bias, mixed, f, scratch, y,
+                _read_token(mixer, N, given, at, p, gated, lanes, compact, token)
+                _decay_and_read(
+                    state, row * columns * N, columns, N, token, given.A, write, row * columns, b_before,
+                    row * token.b.size,
                 )  # fmt: skip
+                done, left, code = _iterate(mixer, rules, given, token, gated, lanes, f, scratch)
                 if keep:
-                    take(mixed, mixer, kept_mixed, token * width)
-                    take(delta, mixer, kept_delta, token * width)
-                    copy(b_now, 0, kept_b, token * N, N)
-                    copy(c, 0, kept_c, token * N, N)
-                    if gated:
-                        take(gate, mixer, kept_gate, token * width)
-                    real_from_s = kept_from_s.size // (batch * length)
-                    copy(product, row * from_s, kept_from_s, token * real_from_s, real_from_s)
-                    vectors = kept_eigenvectors.size // (batch * length)
-                    if vectors:
-                        keep_eigenvectors(mixer, F, kept_eigenvectors, token * vectors)
+                    _keep_token(mixer, N, batch * length, at, token, product, row * from_s, kept)
                 for j in range(0, columns, LANES):
-                    store(writes, j, load(delta, j) * load(mixed, j))
-                copy(b_now, 0, b_before, 0, N_padded)
-                take(y, mixer, value, token * width)
-                copy(value, token * width, s, row * width, width)
-                iterations[token], residual[token], status[token] = done, left, code
+                    store(write, row * columns + j, load(token.delta, j) * load(token.mixed, j))
+                copy(token.b, 0, b_before, row * token.b.size, token.b.size)
+                take(token.y, mixer, found.value, at * width)
+                copy(found.value, at * width, s, row * width, width)
+                found.iterations[at], found.residual[at], found.status[at] = done, left, code
         for row in range(rows):
-            sequence = group * ROWS + row
             for block in range(0, columns, LANES):
+                last_write = load(write, row * columns + block)
                 for n in range(N):
                     i = (row * columns + block) * N + n * LANES
-                    store(state, i, load(state, i) + load(write, row * columns + block) * spread(b, row * N_padded + n))
-            _write_state(state, row * columns * N, mixer, N, H, sequence * width * N)
+                    store(state, i, load(state, i) + last_write * spread(b_before, row * token.b.size + n))
+            _write_state(state, row * columns * N, mixer, N, found.H, (group * ROWS + row) * width * N)
 
 
 @njit(error_model="numpy")
