@@ -16,6 +16,7 @@ from fpexp.config.schema import Component
 from fpexp.errors import FpexpError, UserError
 from fpexp.fixed_point import Auto, Gradient, Schedule, Solver
 from fpexp.footprint import check_evaluation, check_training
+from fpexp.machine import is_out_of_memory
 from fpexp.models import LanguageModel
 from fpexp.randomness import seeded
 from fpexp.tasks import Task
@@ -49,6 +50,12 @@ def settle(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         if _uses_solver(config.model):
             notes.append(f"solver=auto: {name} ({reason})")
         config = config.replace(solver=config.solver.settings[name])
+    training = config.training
+    if training.warmup_steps > training.steps:
+        notes.append(
+            f"training ends in its warm-up: training.warmup_steps={training.warmup_steps}, "
+            f"training.steps={training.steps}"
+        )
     return config, tuple(notes)
 
 
@@ -79,8 +86,13 @@ def check(config: RunConfig) -> Experiment:
             f"schedule={config.choices.schedule} caps whole-sequence iterations, which the sequential solver does not "
             "make; use solver=picard, or schedule=converge"
         )
-    with torch.device("meta"):
-        model = _make_model(config, task)
+    try:
+        with torch.device("meta"):
+            model = _make_model(config, task)
+    except (RuntimeError, TypeError) as error:
+        if is_out_of_memory(error):
+            raise UserError("no memory holds a model of this size; lower model.d_model or its other sizes") from error
+        raise
     check_training(config, task, model)
     check_evaluation(config, task, model, config.evaluation.lengths, "evaluation.lengths", "evaluation.batch_size")
     return Experiment(config, task, model, schedule, notes)

@@ -8,6 +8,7 @@ import torch
 
 from fpexp.config.run import RunConfig
 
+_OUT_OF_MEMORY = ("can't allocate memory", "Storage size calculation overflowed", "Overflow when unpacking")
 _TORCHS_CHOICE_OF_THREADS = torch.get_num_threads()
 
 
@@ -36,7 +37,9 @@ def set_threads(threads: int) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an exception means that memory ran out; torch on a CPU says so in a RuntimeError's text only."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        text in str(error) for text in _OUT_OF_MEMORY
+    )
 
 
 def total_memory(device: str) -> int:

@@ -75,10 +75,14 @@ def seconds_to_first_step(words: list[str], kernels: Path) -> float:
     seconds, last = None, ""
     with process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if seconds is None and line.startswith(FIRST_STEP):
-                seconds = time.perf_counter() - began
-            last = line.strip() or last
+        try:
+            for line in process.stdout:
+                if seconds is None and line.startswith(FIRST_STEP):
+                    seconds = time.perf_counter() - began
+                last = line.strip() or last
+        except BaseException:  # a signal: its run goes with us
+            process.kill()
+            raise
     if process.returncode or seconds is None:
         raise FpexpError(f"`fpexp {' '.join(words)}` ended with exit code {process.returncode}: {last}")
     return seconds

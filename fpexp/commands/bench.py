@@ -45,6 +45,7 @@ def run(arguments: list[str]) -> int:
     from fpexp.bench.record import make_folder
     from fpexp.machine import is_out_of_memory, set_threads
     from fpexp.tracking.console import note
+    from fpexp.training.interruption import Interruption
 
     folder = make_folder(options["results_dir"])
     set_threads(options["threads"])
@@ -53,13 +54,14 @@ def run(arguments: list[str]) -> int:
         sizes = module.Sizes(**{key: value for key, value in given.items() if key in keys[name]})
         note(f"{name} ...")
         try:
-            note(f"rows: {_run_one(name, module, sizes, options, folder, ['bench', *arguments])}\n")
+            with Interruption() as interruption, interruption.at_once():
+                note(f"rows: {_run_one(name, module, sizes, options, folder, ['bench', *arguments])}\n")
         except CheckFailed as error:
             failed.append(f"{name}: {error}")
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise FpexpError(f"{name}: out of memory; lower its batch_size or its lengths") from error
+            raise FpexpError(f"{name}: out of memory; lower its batch_size, width or length") from error
     if failed:
         raise FpexpError("; ".join(failed))
     return 0

@@ -145,8 +145,6 @@ def _cross_check(config: RunConfig) -> None:
         raise UserError(
             f"training.accumulation={training.accumulation} is more than training.batch_size={training.batch_size}"
         )
-    if training.warmup_steps > training.steps:
-        raise UserError(f"training.warmup_steps={training.warmup_steps} is more than training.steps={training.steps}")
 
 
 def write_config(config: RunConfig, path: Path) -> None:

@@ -99,6 +99,7 @@ class SolveStatistics:
     iterations_max: int = 0
     converged: int = 0
     cap_hits: int = 0
+    diverged: int = 0
     residual_max: float = 0.0
     backward: BackwardStatistics = field(default_factory=BackwardStatistics)
 
@@ -109,6 +110,7 @@ class SolveStatistics:
         self.iterations_max = max(self.iterations_max, int(solve.iterations.max()))
         self.converged += int((solve.status == Status.CONVERGED).sum())
         self.cap_hits += int((solve.status == Status.CAP_REACHED).sum())
+        self.diverged += int((solve.status >= Status.DIVERGED).sum())
         self.residual_max = _worst([self.residual_max, float(solve.residual.max())])
         if solve.backward is not None:
             self.backward.add(solve.backward)
@@ -120,6 +122,7 @@ class SolveStatistics:
             "iterations_max": self.iterations_max,
             "fraction_converged": _ratio(self.converged, self.sequences),
             "cap_hits": self.cap_hits,
+            "diverged": self.diverged,
             "residual_max": self.residual_max,
             **self.backward.summary(),
         }
@@ -148,6 +151,7 @@ class LayerStatistics:
             "iterations_max": max(row["iterations_max"] for row in rows),
             "fraction_converged": min(row["fraction_converged"] for row in rows),
             "cap_hits": sum(row["cap_hits"] for row in rows),
+            "diverged": sum(row["diverged"] for row in rows),
             "residual_max": _worst([row["residual_max"] for row in rows]),
             **_gradient_summary([row for row in rows if "gradient_iterations_mean" in row]),
             "layers": rows,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
 
 from fpexp.fixed_point.types import Cap
-from fpexp.ranges import Count, NonNegative, Positive
+from fpexp.ranges import Count, Positive, Range
 
 
 class Schedule(Protocol):
@@ -63,6 +63,10 @@ class Fixed:
         return Cap(self.evaluation_max_iterations)
 
 
+MOST = 1e6
+"""Mean of the caps that may be asked for."""
+
+
 class Gamma:
     """A cap drawn at each step: ceil(G), G ~ Gamma(shape, mean + mean_per_token * T) by its mean."""
 
@@ -72,8 +76,8 @@ class Gamma:
         self,
         *,
         shape: Positive = 4.0,
-        mean: Positive = 4.0,
-        mean_per_token: NonNegative = 0.0,
+        mean: Annotated[float, Range(above=0, maximum=MOST)] = 4.0,
+        mean_per_token: Annotated[float, Range(minimum=0, maximum=MOST)] = 0.0,
         evaluation_max_iterations: Count = 1000,
     ) -> None:
         self.shape, self.mean, self.mean_per_token = shape, mean, mean_per_token

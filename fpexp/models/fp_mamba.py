@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,10 @@ from fpexp.models.fp_mamba_problem import FPMambaProblem, State, plus
 from fpexp.models.lm import LanguageModel, ResidualBlock, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
 from fpexp.ops.mixers import Columns
-from fpexp.ranges import Count, CountOrZero, Depth, Positive, Probability
+from fpexp.ranges import Count, CountOrZero, Depth, Positive, Probability, Range
+
+Delta = Annotated[float, Range(minimum=1e-6, maximum=1e4)]
+"""So that softplus, its inverse and float32 agree on it."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +212,7 @@ def fp_mamba(
     norm_epsilon: Positive,
     gate: Literal["outside", "inside"],
     dependence: Dependence,
-    delta_range: tuple[Positive, Positive],
+    delta_range: tuple[Delta, Delta],
     weight_norm: bool,
     dropout: Probability,
 ) -> LanguageModel:

@@ -97,6 +97,9 @@ class LanguageModel(nn.Module):
 
         `mask` (B, T) is true at real tokens, which must come first: a ValueError where padding is not on the right.
         """
+        _check_tokens(tokens)
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(f"mask must be of type bool, not {mask.dtype}")
         if mask is not None and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
             raise ValueError("padding must be on the right: a real token follows a padded one")
         u = self.dropout(self.embedding(tokens))
@@ -118,8 +121,7 @@ class LanguageModel(nn.Module):
         """
         if self.training:
             raise ValueError("decoding is for a model in evaluation mode; call model.eval() first")
-        if tokens.dim() != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"tokens must be (B, T) with T >= 1, not {tuple(tokens.shape)}")
+        _check_tokens(tokens)
         batch = tokens.shape[0]
         if state is None:
             state = DecodingState(batch, (None,) * len(self.layers))
@@ -137,3 +139,8 @@ class LanguageModel(nn.Module):
     def parameter_count(self) -> int:
         """Return the number of trainable parameters."""
         return sum(parameter.numel() for parameter in self.parameters() if parameter.requires_grad)
+
+
+def _check_tokens(tokens: Tensor) -> None:
+    if tokens.dim() != 2 or tokens.shape[1] == 0 or tokens.is_floating_point():
+        raise ValueError(f"tokens must be indices (B, T) with T >= 1, not {tokens.dtype} {tuple(tokens.shape)}")

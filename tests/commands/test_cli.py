@@ -267,6 +267,13 @@ assert taken < 0.5, taken
             ["Kronecker", "17", "model.d_model", "model.expand"],
         ),
         (["train", "task=a4", "model=fp_mamba_h", "model.channel_mixer.rank=0"], ["model.channel_mixer.rank=0"]),
+        (["train", "task=a4", "model=fp_mamba_h", "model.expand=1e9"], ["no memory holds", "model.d_model"]),
+        (["train", "task=a4", "model=fp_mamba_h", "model.expand=1e30"], ["no memory holds", "model.d_model"]),
+        (["train", "task=a4", "model=fp_mamba_h", "model.delta_range=[1e-45,0.1]"], ["model.delta_range", "1e-06"]),
+        (
+            ["train", "task=a4", "model=fp_mamba_h", "solver=picard", "schedule=gamma", "schedule.mean=1e300"],
+            ["schedule.mean", "at most"],
+        ),
         (["train", "task=a4", "model=lstm", "evaluation.lengths=[0]"], ["evaluation.lengths[0]=0", "at least 1"]),
         (["train", "task=a4", "model=lstm", "task.lengths.min=0"], ["task.lengths.min=0"]),
         (["train", "task=a4", "model=lstm", "evaluation.lengths=[5000]"], ["evaluation.lengths[0]=5000", "context"]),
@@ -504,3 +511,9 @@ def test_exit_codes_of_signals(
     monkeypatch.setattr("fpexp.commands.runs.run", run)
     answer = cli("runs")
     assert (answer.code, answer.err, answer.out) == (code, line + "\n", "")
+
+
+def test_a_run_shorter_than_its_warm_up_says_so(cli: CommandLine) -> None:
+    answer = cli("train", "task=a4", "model=lstm", *TINY, "training.steps=2", "training.warmup_steps=3")
+    assert answer.code == 0, answer.err
+    assert "ends in its warm-up: training.warmup_steps=3, training.steps=2" in answer.out

@@ -264,7 +264,6 @@ def test_a_typo_in_the_section_beside_a_config_file(saved: RunConfig, tmp_path: 
         (["training.clip=0"], ["training.clip=0 is out of range"]),
         (["training.lr=${nowhere}"], ["nowhere"]),
         (["training.accumulation=5"], ["training.accumulation=5 is more than training.batch_size=4"]),
-        (["training.warmup_steps=7"], ["training.warmup_steps=7 is more than training.steps=6"]),
         (["evaluation.lengths=[]"], ["evaluation.lengths=[] is empty"]),
         (["task.lengths.min=5"], ["task.lengths.min=5 is more than task.lengths.max=4"]),
         (["model=null"], ["model"]),

@@ -129,16 +129,17 @@ def solve(iterations: list[int], status: list[Status], residual: list[float]) ->
 
 def test_layers_are_weighed_by_sequences_and_the_worst_layer_shows() -> None:
     statistics = LayerStatistics()
-    good, capped = Status.CONVERGED, Status.CAP_REACHED
+    good, capped, gone = Status.CONVERGED, Status.CAP_REACHED, Status.DIVERGED
     statistics.add(
         [solve([2, 4, 6], [good] * 3, [0.1, 0.0, 0.05]), solve([9, 9, 9], [capped, capped, good], [1, 2, 0])]
     )
-    statistics.add([solve([8], [good], [0.02]), solve([1], [good], [0.0])])
+    statistics.add([solve([8], [good], [0.02]), solve([1], [gone], [0.0])])
     summary = statistics.summary()
     assert [layer["iterations_mean"] for layer in summary["layers"]] == [5, 7]
     assert [layer["iterations_max"] for layer in summary["layers"]] == [8, 9]
     assert summary["iterations_mean"] == 6
     assert summary["iterations_max"] == 9
-    assert summary["fraction_converged"] == 0.5
+    assert summary["fraction_converged"] == 0.25
     assert summary["cap_hits"] == 2
+    assert summary["diverged"] == 1
     assert summary["residual_max"] == 2

@@ -204,7 +204,7 @@ def test_mistakes() -> None:
     with pytest.raises(ValueError, match="the state is of batch size 3, the tokens are of 2"):
         model.decode(tokens(2, 1), state)
     for shape in ((3,), (3, 0), (3, 1, 1)):
-        with pytest.raises(ValueError, match=r"tokens must be \(B, T\) with T >= 1"):
+        with pytest.raises(ValueError, match=r"tokens must be indices \(B, T\) with T >= 1"):
             model.decode(torch.zeros(shape, dtype=torch.long), state)
     with pytest.raises(ValueError, match=r"model\.eval\(\)"):
         model.train().decode(tokens(3, 1), state)

@@ -322,3 +322,14 @@ def test_parameter_count_by_hand() -> None:
         8 * 32 + 16 * (mixer + 4 + 4 + 1) + 16 * (mixer + 4 + 4 + 16) + mixer + (16 + 16) + 16 * 4 + 16 + 32 + 16 * 8
     )
     assert tiny(*MODELS["h"]).model.parameter_count() == 12 * 8 + 8 + layer + 8 + 8 * 12
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, 0, dtype=torch.long), torch.zeros(2, 3), torch.zeros(3).long()])
+def test_what_are_no_tokens_is_refused(wrong: Tensor) -> None:
+    with pytest.raises(ValueError, match="must be indices"):
+        tiny(*MODELS["h"]).model(wrong)
+
+
+def test_a_mask_is_of_booleans() -> None:
+    with pytest.raises(ValueError, match="bool"):
+        tiny(*MODELS["h"]).model(tokens(2, 3), mask=torch.ones(2, 3))

@@ -123,6 +123,10 @@ class _Rules(NamedTuple):
     patience: int
 
 
+# The kernel unpacks these at once, and its helpers take arrays one by one: numba counts a reference at each access to
+# an array in a tuple, which cost a quarter of the sweep's time.
+
+
 class _Given(NamedTuple):
     """Flat arrays: `weight` in panels, `A` in tiles (N, LANES), and D and the norm's weight and bias in padded rows."""
 
@@ -157,21 +161,6 @@ class _Kept(NamedTuple):
     gate: Any
     from_s: Any
     eigenvectors: Any
-
-
-class _Token(NamedTuple):
-    """Of one token, as padded rows but for b, c and the factors F of Q; all its equation is made of."""
-
-    F: Any
-    x: Any
-    delta: Any
-    b: Any
-    c: Any
-    gate: Any
-    base: Any
-    g: Any
-    mixed: Any
-    y: Any
 
 
 def _room_to_keep(terms: SweepTerms, mixer: Mixer, value: Tensor) -> KnownTokens:
@@ -230,26 +219,27 @@ def _product(s: Any, rows: int, width: int, weight: Any, out: Any, stride: int) 
 
 @njit(error_model="numpy")
 def _decay_and_read(
-    H: Any, at: int, columns: int, N: int, token: Any, A: Any, write: Any, write_at: int, b_before: Any, b_at: int
-) -> None:
+    H: Any, at: int, columns: int, N: int, delta: Any, A: Any, write: Any, write_at: int, b_before: Any, b_at: int,
+    c: Any, base: Any,
+) -> None:  # fmt: skip
     """H <- exp(delta A) (H + write b_before^T) and base = H c, in tiles (N, LANES) from H[at] on."""
     for block in range(0, columns, LANES):
-        step, before = load(token.delta, block), load(write, write_at + block)
+        step, before = load(delta, block), load(write, write_at + block)
         total = zeros(step)
         for n in range(N):
             i = block * N + n * LANES
             h = (load(H, at + i) + before * spread(b_before, b_at + n)) * exp(step * load(A, i))
             store(H, at + i, h)
-            total = total + h * spread(token.c, n)
-        store(token.base, block, total)
+            total = total + h * spread(c, n)
+        store(base, block, total)
 
 
-@njit(error_model="numpy")
+@njit(error_model="numpy", inline="always")
 def _iterate(
-    mixer: Any, rules: Any, given: Any, token: Any, gated: bool, lanes: Any, f: Any, scratch: Any
-) -> tuple[int, float, int]:
+    mixer: Any, rules: Any, F: Any, x: Any, base: Any, g: Any, gated: bool, gate: Any, lanes: Any, norm_weight: Any,
+    norm_bias: Any, f: Any, scratch: Any, mixed: Any, y: Any,
+) -> tuple[int, float, int]:  # fmt: skip
     """Solve y = norm(gate (base + g mixed)), mixed = Q (x - y) + y, from 0; iterations, residual and status."""
-    x, y, mixed = token.x, token.y, token.mixed
     real = x.dtype.type
     width, columns = mixer.rows * mixer.columns, mixer.rows * mixer.padded
     step, best, stalled = real(rules.damping), real(np.inf), 0
@@ -260,14 +250,14 @@ def _iterate(
         iteration += 1
         for j in range(0, columns, LANES):
             store(mixed, j, load(x, j) - load(y, j))
-        apply(mixer, token.F, mixed, scratch)
+        apply(mixer, F, mixed, scratch)
         total = zeros(load(x, 0))
         for j in range(0, columns, LANES):
             m = load(mixed, j) + load(y, j)
             store(mixed, j, m)
-            value = load(token.base, j) + load(token.g, j) * m
+            value = load(base, j) + load(g, j) * m
             if gated:
-                value = value * load(token.gate, j)
+                value = value * load(gate, j)
             store(f, j, value)
             total = total + value
         if rules.normed:
@@ -279,7 +269,7 @@ def _iterate(
                 total = total + value * value
             scale = broadcast(real(1) / np.sqrt(lane_sum(total) / real(width) + real(rules.norm_epsilon)))
             for j in range(0, columns, LANES):
-                store(f, j, load(f, j) * scale * load(given.norm_weight, j) + load(given.norm_bias, j))
+                store(f, j, load(f, j) * scale * load(norm_weight, j) + load(norm_bias, j))
         difference = size = total = zeros(load(x, 0))
         for j in range(0, columns, LANES):
             value = load(f, j)
@@ -309,54 +299,50 @@ def _iterate(
 
 @njit(error_model="numpy")
 def _read_token(
-    mixer: Any, N: int, given: Any, at: int, p: Any, gated: bool, lanes: Any, compact: Any, token: Any
-) -> None:
-    """Fill `token` but for base from its coefficients p and from x; its number among all is `at`."""
+    mixer: Any, N: int, x: Any, D: Any, at: int, p: Any, gated: bool, lanes: Any, compact: Any, F: Any, x_t: Any,
+    delta: Any, b: Any, c: Any, gate: Any, g: Any,
+) -> None:  # fmt: skip
+    """From the coefficients p of token number `at` to the factors of Q, x_t, delta, unit b and c, the gate and g."""
     width, columns = mixer.rows * mixer.columns, mixer.rows * mixer.padded
     b_at, c_at, delta_at = mixer.coefficients, mixer.coefficients + N, mixer.coefficients + 2 * N
-    make_factors(mixer, p, lanes, compact, True, token.F)
-    copy_padded(p, b_at, token.b, 0, N)
-    copy_padded(p, c_at, token.c, 0, N)
-    l2normalise(token.b, 0, token.b.size)
-    l2normalise(token.c, 0, token.c.size)
-    place(given.x, at * width, mixer, token.x)
-    place(p, delta_at, mixer, token.delta)
+    make_factors(mixer, p, lanes, compact, True, F)
+    copy_padded(p, b_at, b, 0, N)
+    copy_padded(p, c_at, c, 0, N)
+    l2normalise(b, 0, b.size)
+    l2normalise(c, 0, c.size)
+    place(x, at * width, mixer, x_t)
+    place(p, delta_at, mixer, delta)
     if gated:
-        place(p, delta_at + width, mixer, token.gate)
+        place(p, delta_at + width, mixer, gate)
     overlap = p.dtype.type(0)
     for n in range(N):
-        overlap += token.b[n] * token.c[n]
+        overlap += b[n] * c[n]
     for j in range(0, columns, LANES):
-        step = softplus(load(token.delta, j)) * load(lanes, j)
-        store(token.delta, j, step)
-        store(token.g, j, broadcast(overlap) * step + load(given.D, j))
+        step = softplus(load(delta, j)) * load(lanes, j)
+        store(delta, j, step)
+        store(g, j, broadcast(overlap) * step + load(D, j))
         if gated:
-            z = load(token.gate, j)
-            store(token.gate, j, z * sigmoid(z))
+            z = load(gate, j)
+            store(gate, j, z * sigmoid(z))
 
 
 @njit(error_model="numpy")
-def _keep_token(mixer: Any, N: int, tokens: int, at: int, token: Any, product: Any, row: int, kept: Any) -> None:
+def _keep_token(
+    mixer: Any, N: int, tokens: int, at: int, F: Any, mixed: Any, delta: Any, b: Any, c: Any, gate: Any, product: Any,
+    row: int, kept: Any,
+) -> None:  # fmt: skip
     """Copy what `KnownTokens` has of a token; what s contributes to it begins at product[row]."""
     width = mixer.rows * mixer.columns
-    take(token.mixed, mixer, kept.mixed, at * width)
-    take(token.delta, mixer, kept.delta, at * width)
-    copy(token.b, 0, kept.b, at * N, N)
-    copy(token.c, 0, kept.c, at * N, N)
+    take(mixed, mixer, kept.mixed, at * width)
+    take(delta, mixer, kept.delta, at * width)
+    copy(b, 0, kept.b, at * N, N)
+    copy(c, 0, kept.c, at * N, N)
     if kept.gate.size:
-        take(token.gate, mixer, kept.gate, at * width)
+        take(gate, mixer, kept.gate, at * width)
     from_s, vectors = kept.from_s.size // tokens, kept.eigenvectors.size // tokens
     copy(product, row, kept.from_s, at * from_s, from_s)
     if vectors:
-        keep_eigenvectors(mixer, token.F, kept.eigenvectors, at * vectors)
-
-
-@njit(error_model="numpy")
-def _blank_token(mixer: Any, N: int, like: Any) -> Any:
-    columns, N_padded = mixer.rows * mixer.padded, N + -N % LANES
-    sizes = (factor_room(mixer), columns, columns, N_padded, N_padded, columns, columns, columns, columns, columns)
-    F, x, delta, b, c, gate, base, g, mixed, y = [_zeros(size, like) for size in sizes]
-    return _Token(F, x, delta, b, c, gate, base, g, mixed, y)
+        keep_eigenvectors(mixer, F, kept.eigenvectors, at * vectors)
 
 
 @njit(error_model="numpy")
@@ -371,62 +357,77 @@ def _sweep_groups(
 ) -> None:
     batch, length, N = sizes
     width, columns = mixer.rows * mixer.columns, mixer.rows * mixer.padded
-    x = given.x
-    from_s, count = given.weight.size // width, given.from_x.size // (batch * length)
+    from_x, weight, x, A, D, norm_weight, norm_bias, carried, mask = given
+    H, value, iterations, residual, status = found
+    from_s, count = weight.size // width, from_x.size // (batch * length)
     gated = count > mixer.coefficients + 2 * N + width
 
     lanes = _zeros(columns, x)
     for i in range(mixer.rows):
         lanes[i * mixer.padded : i * mixer.padded + mixer.columns] = 1
-    token = _blank_token(mixer, N, x)
+    F, b, c = _zeros(factor_room(mixer), x), _zeros(N + -N % LANES, x), _zeros(N + -N % LANES, x)
+    x_t, delta, gate = _zeros(columns, x), _zeros(columns, x), _zeros(columns, x)
+    base, g, mixed, y = _zeros(columns, x), _zeros(columns, x), _zeros(columns, x), _zeros(columns, x)
     s, product = _zeros(ROWS * width, x), aligned(ROWS * from_s, x)
     p, compact = _zeros(count + LANES, x), aligned(triangle_room(mixer), x)
     f, scratch = aligned(columns, x), aligned(2 * columns, x)
     state = aligned(ROWS * columns * N, x)
-    write, b_before = aligned(ROWS * columns, x), aligned(ROWS * token.b.size, x)  # not yet in the state
+    write, b_before = aligned(ROWS * columns, x), aligned(ROWS * b.size, x)  # not yet in the state
 
     for group in range(first, last):
         rows = min(ROWS, batch - group * ROWS)
         for row in range(rows):
             sequence = group * ROWS + row
-            copy(given.y, sequence * width, s, row * width, width)
-            _read_state(found.H, sequence * width * N, mixer, N, state, row * columns * N)
+            copy(carried, sequence * width, s, row * width, width)
+            _read_state(H, sequence * width * N, mixer, N, state, row * columns * N)
         write[:] = 0
         b_before[:] = 0
         for t in range(length):
             if from_s:
-                _product(s, rows, width, given.weight, product, from_s)
+                _product(s, rows, width, weight, product, from_s)
             for row in range(rows):
                 at = (group * ROWS + row) * length + t
-                if not given.mask[at]:
+                if not mask[at]:
                     s[row * width : (row + 1) * width] = 0
-                    found.value[at * width : (at + 1) * width] = 0
-                    found.iterations[at], found.residual[at], found.status[at] = 1, 0, _CONVERGED
+                    value[at * width : (at + 1) * width] = 0
+                    iterations[at], residual[at], status[at] = 1, 0, _CONVERGED
                     continue
-                copy(given.from_x, at * count, p, 0, count)
+                copy(from_x, at * count, p, 0, count)
                 for run in range(runs.shape[0]):
                     accumulate(product, row * from_s + runs[run, 1], p, runs[run, 0], runs[run, 2])
-                _read_token(mixer, N, given, at, p, gated, lanes, compact, token)
+                _read_token(mixer, N, x, D, at, p, gated, lanes, compact, F, x_t, delta, b, c, gate, g)
                 _decay_and_read(
-                    state, row * columns * N, columns, N, token, given.A, write, row * columns, b_before,
-                    row * token.b.size,
-                )  # fmt: skip
-                done, left, code = _iterate(mixer, rules, given, token, gated, lanes, f, scratch)
+                    state,
+                    row * columns * N,
+                    columns,
+                    N,
+                    delta,
+                    A,
+                    write,
+                    row * columns,
+                    b_before,
+                    row * b.size,
+                    c,
+                    base,
+                )
+                done, left, code = _iterate(
+                    mixer, rules, F, x_t, base, g, gated, gate, lanes, norm_weight, norm_bias, f, scratch, mixed, y
+                )
                 if keep:
-                    _keep_token(mixer, N, batch * length, at, token, product, row * from_s, kept)
+                    _keep_token(mixer, N, batch * length, at, F, mixed, delta, b, c, gate, product, row * from_s, kept)
                 for j in range(0, columns, LANES):
-                    store(write, row * columns + j, load(token.delta, j) * load(token.mixed, j))
-                copy(token.b, 0, b_before, row * token.b.size, token.b.size)
-                take(token.y, mixer, found.value, at * width)
-                copy(found.value, at * width, s, row * width, width)
-                found.iterations[at], found.residual[at], found.status[at] = done, left, code
+                    store(write, row * columns + j, load(delta, j) * load(mixed, j))
+                copy(b, 0, b_before, row * b.size, b.size)
+                take(y, mixer, value, at * width)
+                copy(value, at * width, s, row * width, width)
+                iterations[at], residual[at], status[at] = done, left, code
         for row in range(rows):
             for block in range(0, columns, LANES):
                 last_write = load(write, row * columns + block)
                 for n in range(N):
                     i = (row * columns + block) * N + n * LANES
-                    store(state, i, load(state, i) + last_write * spread(b_before, row * token.b.size + n))
-            _write_state(state, row * columns * N, mixer, N, found.H, (group * ROWS + row) * width * N)
+                    store(state, i, load(state, i) + last_write * spread(b_before, row * b.size + n))
+            _write_state(state, row * columns * N, mixer, N, H, (group * ROWS + row) * width * N)
 
 
 @njit(error_model="numpy")
