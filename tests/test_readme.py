@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fpexp.build import check
 from fpexp.cli import COMMANDS
@@ -17,6 +18,9 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```", README, flags=re.M | re.S)
 LINES = [line for block in BLOCKS for line in block.splitlines() if line.startswith("fpexp ")]
+HARD = re.findall(
+    r"^\| (a5|s5) \| (\w+)(?:, r=(\d+))? \| (\d) \| .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", README, re.M
+)
 ROWS = re.findall(r"^\| (fp_mamba_\w+|lstm) \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", README, flags=re.M)
 
 
@@ -43,3 +47,18 @@ def test_numbers_are_those_recorded(row: tuple[str, ...]) -> None:
     (run,) = (ROOT / "results/reference/runs").glob(f"a4-{model}-seed{seed}-*")
     curve = {r["length"]: r["token_accuracy"] for r in map(json.loads, (run / "curve.jsonl").read_text().splitlines())}
     assert shown == [f"{curve[length]:.3f}" for length in (16, 32, 64)]
+
+
+def test_the_rows_of_a5_and_s5_are_the_recorded_runs() -> None:
+    """Every one that is recorded, and no other."""
+    recorded = set()
+    for run in (ROOT / "results/reference/runs").glob("[as]5-*"):
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        curve = {r["length"]: r for r in map(json.loads, (run / "curve.jsonl").read_text().splitlines())}
+        rank = config["model"].get("channel_mixer", {}).get("rank", "")
+        shown = [f"{curve[length]['token_accuracy']:.3f}" for length in (16, 32, 64)]
+        shown.append(f"{curve[64]['sequence_accuracy']:.3f}")
+        choices = config["choices"]
+        recorded.add((choices["task"], choices["model"], str(rank), str(config["seed"]), *shown))
+    assert recorded == set(HARD)
+    assert {row[3] for row in HARD if row[:3] == ("a5", "fp_mamba_h", "2")} == {"0", "1", "2"}

@@ -1,4 +1,4 @@
-"""Scans and sweeps, one folder each, and what their kernels share (`mixers`, `simd`)."""
+"""Scans, sweeps and what else has kernels, one folder each, and what their kernels share (`mixers`, `simd`)."""
 
 from __future__ import annotations
 
