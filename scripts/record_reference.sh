@@ -8,6 +8,7 @@ for run in "$@"; do
     [ ! -e "$target" ] || { echo "$target is there already" >&2; exit 1; }
     mkdir -p "$target"
     for file in config.yaml environment.json status.json metrics.jsonl curve.jsonl; do
-        cp "$run/$file" "$target/"
+        # where it was written on that machine is nobody's business
+        sed -e 's/ results_dir=[^ "]*//' -e 's/^results_dir: .*/results_dir: results/' "$run/$file" > "$target/$file"
     done
 done
