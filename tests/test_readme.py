@@ -19,7 +19,9 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```", README, flags=re.M | re.S)
 LINES = [line for block in BLOCKS for line in block.splitlines() if line.startswith("fpexp ")]
 HARD = re.findall(
-    r"^\| (a5|s5) \| (\w+)(?:, r=(\d+))? \| (\d) \| .* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", README, re.M
+    r"^\| (a5|s5) \| (\w+)(?:, r=(\d+))? \| (\d) \| [^|]* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|",
+    README,
+    re.M,
 )
 ROWS = re.findall(r"^\| (fp_mamba_\w+|lstm) \| (\d) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", README, flags=re.M)
 
