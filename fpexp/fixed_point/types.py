@@ -178,10 +178,8 @@ class Solver(Protocol):
 class Gradient(Protocol):
     """Makes of a solve, which has no gradient, an output that has one.
 
-    `takes_over` tells whether it evaluates f at the solution itself, and so can use `SolveResult.known`.
+    One that evaluates f at the solution itself, and so can use `SolveResult.known`, says so by `takes_over = True`.
     """
-
-    takes_over: bool
 
     def attach(self, problem: Any, result: SolveResult) -> tuple[Tensor, SolveResult]:
         """Return f at what was found, (B, T, d), with gradient, and the result, with its `backward` if there is one."""

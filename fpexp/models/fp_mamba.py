@@ -192,7 +192,7 @@ class FPMambaLayer(SequenceLayer):
             gate_weight=gate_weight,
             state=state,
             mask=mask,
-            keep=self.gradient.takes_over,
+            keep=getattr(self.gradient, "takes_over", False),
         )
 
 
