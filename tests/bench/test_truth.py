@@ -65,7 +65,7 @@ def wrong_scan(factor: float, gradient: float) -> Any:
 
 @pytest.mark.parametrize(
     ("factor", "gradient", "what"),
-    [(1.0, 1.01, "relative error of a gradient"), (1.05, 1.0, "relative error of the loss")],
+    [(1.0, 1.01, "relative error of a gradient"), (1.05, 1.0, "error of the loss")],
 )
 def test_a_wrong_scan_is_found(monkeypatch: pytest.MonkeyPatch, factor: float, gradient: float, what: str) -> None:
     """At norm=none: a LayerNorm would take a factor out again."""
