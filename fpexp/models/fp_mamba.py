@@ -170,8 +170,11 @@ class FPMambaLayer(SequenceLayer):
         return output
 
     def _problem(self, x: Tensor, z: Tensor, mask: Tensor | None, state: State | None) -> FPMambaProblem:
-        coefficients, b, c, dt = self.x_projection(x).split(self.x_sizes, dim=-1)
-        parts = [coefficients + self.mixer_bias, b, c, self.dt_projection(dt)]
+        *loop_sizes, dt_rank = self.x_sizes
+        bias = functional.pad(self.mixer_bias, (0, sum(self.x_sizes) - loop_sizes[0]))
+        projected = functional.linear(x, self.x_projection.weight, bias)
+        loop, dt = projected.split([sum(loop_sizes), dt_rank], dim=-1)
+        parts = [loop, self.dt_projection(dt)]
         if self.gate_inside:
             parts.append(z)
         if state is None:
