@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from fpexp.errors import UserError
 from fpexp.fixed_point.iterate import Stopping, iterate
-from fpexp.fixed_point.picard import Damped, Damping
+from fpexp.fixed_point.picard import Damped, Picard
 from fpexp.fixed_point.types import Cap, LaggedProblem, Problem, SolveResult
-from fpexp.ranges import Count, Positive, Probability
 
 
 @dataclass(frozen=True)
@@ -70,33 +69,15 @@ class PairStopping(Stopping):
         return pair[..., : self.width], pair[..., self.width :]
 
 
-class Lagged:
+class Lagged(Picard):
     """Whole-sequence solver without a scan: every token of (y, H) from the iterate before (paper's first version).
 
         H_t <- decay_t * H_{t-1}^{previous iterate} + write_t,   y_t <- read_t(H_t)
 
     has the fixed point of picard's map, but carries nothing further than one token an iteration: it needs about T of
     them. It has converged when y and H have both stopped, and the residual that is reported is the larger one. The
-    same iterate's residual under f, whose scan carries at once, is another number. Damping is picard's.
+    same iterate's residual under f, whose scan carries at once, is another number. Settings and damping are picard's.
     """
-
-    whole_sequence = True
-
-    def __init__(
-        self,
-        *,
-        tolerance: Positive,
-        tolerance_kind: Literal["relative", "absolute"] = "relative",
-        outlier_quantile: Probability = 0.25,
-        damping: Damping = 1.0,
-        damping_decay: Damping = 0.9,
-        patience: Count = 15,
-        divergence_limit: Positive = 1e8,
-    ) -> None:
-        self.tolerance, self.tolerance_kind = tolerance, tolerance_kind
-        self.outlier_quantile = outlier_quantile
-        self.damping, self.damping_decay, self.patience = damping, damping_decay, patience
-        self.divergence_limit = divergence_limit
 
     @torch.no_grad()
     def solve(self, problem: Problem, cap: Cap, *, training: bool) -> SolveResult:
