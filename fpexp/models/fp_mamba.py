@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,13 @@ from torch.nn.utils import parametrizations
 from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, Gradient, Sequential, Solver, SolveResult
+from fpexp.models.blocks import residual_model
 from fpexp.models.fp_mamba_problem import FPMambaProblem, State, plus
-from fpexp.models.lm import LanguageModel, ResidualBlock, SequenceLayer
+from fpexp.models.initialisation import Delta, check_delta_range, delta_bias
+from fpexp.models.lm import LanguageModel, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
 from fpexp.ops.mixers import Columns
-from fpexp.ranges import Count, CountOrZero, Depth, Positive, Probability, Range
-
-Delta = Annotated[float, Range(minimum=1e-6, maximum=1e4)]
-"""So that softplus, its inverse and float32 agree on it."""
+from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
 
 
 @dataclass(frozen=True)
@@ -125,10 +124,8 @@ class FPMambaLayer(SequenceLayer):
         for weight in (self.x_projection.weight, self.s_weight):
             nn.init.uniform_(weight, -bound, bound)
         nn.init.uniform_(self.dt_projection.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
-        low, high = (math.log(value) for value in delta_range)
-        delta = torch.empty(self.width).uniform_(low, high).exp()
         with torch.no_grad():
-            self.dt_projection.bias.copy_(delta + torch.log(-torch.expm1(-delta)))  # the inverse of softplus
+            self.dt_projection.bias.copy_(delta_bias(self.width, delta_range))
 
     def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
         """Solve for y* without gradient, attach it, gate and project."""
@@ -217,14 +214,14 @@ def fp_mamba(
     dependence: Dependence,
     delta_range: tuple[Delta, Delta],
     weight_norm: bool,
+    mlp_expand: NonNegative = 0.0,
     dropout: Probability,
 ) -> LanguageModel:
     """Return an FP-Mamba language model; `channel_mixer` builds a mixer for the inner width expand * d_model."""
     width = round(expand * d_model)
     if width < 1:
         raise UserError(f"model.expand={expand:g} times model.d_model={d_model} is an inner width of 0; raise one")
-    if delta_range[0] > delta_range[1]:
-        raise UserError(f"model.delta_range={list(delta_range)} must ascend")
+    check_delta_range(delta_range)
     arguments: dict[str, Any] = {
         "state_size": state_size,
         "dt_rank": dt_rank or math.ceil(d_model / 16),
@@ -238,8 +235,8 @@ def fp_mamba(
         "delta_range": delta_range,
         "weight_norm": weight_norm,
     }
-    blocks: list[SequenceLayer] = [
-        ResidualBlock(FPMambaLayer(d_model, width, channel_mixer=channel_mixer(width), **arguments), d_model, dropout)
-        for _ in range(layers)
-    ]
-    return LanguageModel(vocabulary_size, d_model, blocks, dropout)
+
+    def layer() -> FPMambaLayer:
+        return FPMambaLayer(d_model, width, channel_mixer=channel_mixer(width), **arguments)
+
+    return residual_model(vocabulary_size, d_model, layers, mlp_expand, dropout, layer)

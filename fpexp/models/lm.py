@@ -53,28 +53,6 @@ class SequenceLayer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} does not decode: it has no method that carries a state")
 
 
-class ResidualBlock(SequenceLayer):
-    """u + dropout(layer(norm(u))), pre-norm."""
-
-    def __init__(self, layer: SequenceLayer, d_model: int, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(d_model, eps=1e-5)
-        self.layer = layer
-        self.dropout = nn.Dropout(dropout)
-        self.output_size = d_model
-        self.iterations_depend_on_length = layer.iterations_depend_on_length
-
-    def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
-        """Return the residual stream after this block."""
-        output, solves = self.layer(self.norm(u), cap, mask)
-        return u + self.dropout(output), solves
-
-    def decode(self, u: Tensor, state: Any) -> tuple[Tensor, tuple[SolveResult, ...], Any]:
-        """Return the residual stream after this block, the solves and the layer's state."""
-        output, solves, state = self.layer.decode(self.norm(u), state)
-        return u + output, solves, state
-
-
 class LanguageModel(nn.Module):
     """Embedding (untied), layers, RMSNorm, head; one logit vector for each position."""
 

@@ -1,0 +1,28 @@
+"""How the parameters of state-space layers start (Gu and Dao 2023, Dao and Gu 2024)."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from fpexp.errors import UserError
+from fpexp.ranges import Range
+
+Delta = Annotated[float, Range(minimum=1e-6, maximum=1e4)]
+"""So that softplus, its inverse and float32 agree on it."""
+
+
+def delta_bias(size: int, delta_range: tuple[float, float]) -> Tensor:
+    """Return the bias (size,) with which softplus(bias) is log-uniform in `delta_range`."""
+    low, high = (math.log(value) for value in delta_range)
+    delta = torch.empty(size).uniform_(low, high).exp()
+    return delta + torch.log(-torch.expm1(-delta))  # the inverse of softplus
+
+
+def check_delta_range(delta_range: tuple[float, float]) -> None:
+    """Raise a `UserError` where the range does not ascend."""
+    if delta_range[0] > delta_range[1]:
+        raise UserError(f"model.delta_range={list(delta_range)} must ascend")
