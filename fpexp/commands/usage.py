@@ -51,8 +51,10 @@ Packages to compare with come with pip install 'fpexp[bench]'; what is not insta
 
 LIST = """\
 usage: fpexp list [tasks|models|solvers|schedules|gradients|scales|experiments]
+       fpexp list models [task=<task>] [<key>=<value> ...]
 
-Lists what conf/ offers, one line each."""
+Lists what conf/ offers, one line each. `fpexp list models` counts each model's parameters at every scale, for task=a5
+or what is named as for train: fpexp list models task=s5 model.d_model=128"""
 
 DOCTOR = """\
 usage: fpexp doctor [results_dir=results]
