@@ -60,8 +60,9 @@ class WordProblem:
             raise UserError(f"the prompt is empty; write element numbers below {self.group.order}, such as '1 2 0'")
         for word in words:
             if not (word.isascii() and word.isdigit() and len(word) < 10 and int(word) < self.group.order):
+                shown = word if len(word) < 20 else f"{word[:16]}..."
                 raise UserError(
-                    f"the prompt has '{word if len(word) < 20 else word[:16] + '...'}', which is no element of {self.group.name}; "
+                    f"the prompt has '{shown}', which is no element of {self.group.name}; "
                     f"elements are the numbers 0 to {self.group.order - 1}"
                 )
         return torch.tensor([self.group.order] * self.bos + [int(word) for word in words])
