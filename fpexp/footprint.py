@@ -14,6 +14,7 @@ from fpexp.config.run import RunConfig
 from fpexp.errors import UserError
 from fpexp.machine import total_memory
 from fpexp.models import LanguageModel
+from fpexp.models.lm import SequenceLayer
 from fpexp.tasks import Task
 
 _BYTES_OF_A_NUMBER = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -21,15 +22,51 @@ _BYTES_OF_AN_INDEX = 8
 
 
 def check_training(config: RunConfig, task: Task, model: LanguageModel) -> None:
-    """Raise a `UserError` where a micro-batch of the longest training sequences cannot fit.
+    """Raise a `UserError` where weights, states or a micro-batch of the longest training sequences cannot fit.
 
     Of each linear map, what it gives out is kept for the backward pass, in this form or another of its size.
     """
+    _check_weights(config, model)
+    _check_states(config, model)
     training = config.training
     sequences = -(-training.batch_size // training.accumulation)
     kept = sum(module.out_features for module in model.modules() if isinstance(module, nn.Linear))
     split = f"training.batch_size={training.batch_size} and training.accumulation={training.accumulation}"
     _check(config, task, sequences, task.lengths.max, kept, "task.lengths.max", split)
+
+
+def _check_weights(config: RunConfig, model: LanguageModel) -> None:
+    """Weights and gradients are there together with the optimizer's two moments."""
+    count = model.parameter_count()
+    needed, available = 4 * count * _bytes_of_a_weight(config), total_memory(config.device)
+    if needed > available:
+        raise UserError(
+            f"a model of {count:,} parameters takes at least {needed / 1e9:.3g} GB of memory in training; "
+            f"{config.device} has {available / 1e9:.3g} GB; lower model.d_model or the model's other sizes"
+        )
+
+
+def _check_states(config: RunConfig, model: LanguageModel) -> None:
+    """Of each layer, the states of the sequences of a micro-batch."""
+    training = config.training
+    sequences = -(-training.batch_size // training.accumulation)
+    for layer in model.modules():
+        if isinstance(layer, SequenceLayer) and layer.state_numbers:
+            needed, available = (
+                sequences * layer.state_numbers * _bytes_of_a_weight(config),
+                total_memory(config.device),
+            )
+            if needed > available:
+                key = layer.state_key
+                raise UserError(
+                    f"model.{key}={config.model.settings[key]} at training.batch_size={training.batch_size} is a state "
+                    f"of at least {needed / 1e9:.3g} GB; {config.device} has {available / 1e9:.3g} GB; lower one"
+                )
+
+
+def _bytes_of_a_weight(config: RunConfig) -> int:
+    """Weights and states are float32 under bfloat16 too."""
+    return 8 if config.precision == "float64" else 4
 
 
 def check_evaluation(

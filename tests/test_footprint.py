@@ -35,13 +35,36 @@ def test_the_longest_evaluation_by_hand(monkeypatch: pytest.MonkeyPatch, batch_s
 @pytest.mark.parametrize(("accumulation", "sequences"), [(1, 6), (4, 2)])
 def test_the_longest_training_batch_by_hand(monkeypatch: pytest.MonkeyPatch, accumulation: int, sequences: int) -> None:
     """d_model 8, width 16, H r=2 (34 coefficients), N 4, dt_rank 1; every linear map's output, in float64."""
-    words = ["model=fp_mamba_h", "precision=float64", "task.lengths.max=40", "training.batch_size=6"]
+    words = ["model=fp_mamba_h", "precision=float64", "task.lengths.max=400", "training.batch_size=6"]
     words += [f"training.accumulation={accumulation}", "evaluation.lengths=[1]", "evaluation.batch_size=1"]
-    needed = sequences * 40 * (8 + 8 + 8 * (2 * 16 + (34 + 4 + 4 + 1) + 16 + 8 + 12))
+    needed = sequences * 400 * (8 + 8 + 8 * (2 * 16 + (34 + 4 + 4 + 1) + 16 + 8 + 12))
     give(monkeypatch, needed)
     tiny(*words)
     give(monkeypatch, needed - 1)
-    with pytest.raises(UserError, match=rf"task.lengths.max: a length of 40 .*accumulation={accumulation} takes"):
+    with pytest.raises(UserError, match=rf"task.lengths.max: a length of 400 .*accumulation={accumulation} takes"):
+        tiny(*words)
+
+
+def test_the_states_of_a_micro_batch_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba: width 16, N 100000; both keys are named."""
+    words = ["model=mamba", "model.layers=1", "model.state_size=100000", "training.batch_size=600"]
+    words += ["training.accumulation=2", "evaluation.batch_size=1", "task.lengths.max=2", "evaluation.lengths=[1]"]
+    needed = 300 * 16 * 100_000 * 4
+    give(monkeypatch, needed)
+    tiny(*words)
+    give(monkeypatch, needed - 1)
+    with pytest.raises(UserError, match=r"model.state_size=100000 at training.batch_size=600 is a state of"):
+        tiny(*words)
+
+
+def test_weights_gradients_and_moments_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["model=lstm", "model.d_model=200", "task.lengths.max=2", "training.batch_size=1"]
+    words += ["evaluation.lengths=[1]", "evaluation.batch_size=1"]
+    count = tiny(*words).model.parameter_count()
+    give(monkeypatch, 16 * count)
+    tiny(*words)
+    give(monkeypatch, 16 * count - 1)
+    with pytest.raises(UserError, match=f"a model of {count:,} parameters takes at least"):
         tiny(*words)
 
 

@@ -39,6 +39,10 @@ class SequenceLayer(nn.Module):
     output_size: int
     iterations_depend_on_length = False
     """True where a sequence's solver counts cannot be read off a longer one's, as with whole-sequence solvers."""
+    state_numbers = 0
+    """How many numbers one sequence carries from token to token; 0 where that grows with the tokens, or is little."""
+    state_key = "state_size"
+    """The setting of the model that makes the state as large as it is."""
 
     def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
         """Return the output and the solves; `cap` bounds them and `mask` (B, T) marks the real tokens."""

@@ -46,6 +46,7 @@ class MambaLayer(SequenceLayer):
     ) -> None:
         super().__init__()
         self.output_size = d_model
+        self.state_numbers = width * state_size
         self.x_sizes = (dt_rank, state_size, state_size)
         self.in_projection = nn.Linear(d_model, 2 * width, bias=False)
         self.convolution = ShortConvolution(width, conv_width) if conv_width else None
