@@ -3,5 +3,6 @@
 from fpexp.models.fp_mamba import fp_mamba
 from fpexp.models.lm import DecodingState, LanguageModel, ModelOutput
 from fpexp.models.lstm import lstm
+from fpexp.models.mamba2 import mamba2
 
-__all__ = ["DecodingState", "LanguageModel", "ModelOutput", "fp_mamba", "lstm"]
+__all__ = ["DecodingState", "LanguageModel", "ModelOutput", "fp_mamba", "lstm", "mamba2"]
