@@ -26,6 +26,6 @@ def ssd(
         outputs = []
         for decay_t, write_t, b_t, c_t in zip(decay.unbind(1), write.unbind(1), b.unbind(1), c.unbind(1), strict=True):
             H = torch.addcmul(write_t.unsqueeze(-1) * b_t.unsqueeze(-2), decay_t[..., None, None], H)
-            outputs.append((H @ c_t.unsqueeze(-1)).squeeze(-1))
+            outputs.append((H * c_t.unsqueeze(-2)).sum(-1))  # a product's backward would follow a caller's autocast
         y = torch.stack(outputs, dim=1) + D.unsqueeze(-1) * x
     return y.to(output_dtype), H
