@@ -27,6 +27,20 @@ class Carried:
     H: Tensor
 
 
+class GatedNorm(nn.Module):
+    """weight * rms_norm(y * silu(z)), normalised over the channels of each group by themselves; y, z: (..., d)."""
+
+    def __init__(self, width: int, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """Return (..., d)."""
+        gated = (y * functional.silu(z)).unflatten(-1, (self.groups, -1))
+        return self.weight * functional.rms_norm(gated, gated.shape[-1:], eps=1e-5).flatten(-2)
+
+
 class Mamba2Layer(SequenceLayer):
     """One Mamba-2 layer, (B, T, d_model) -> (B, T, d_model), inner width d = heads * head_size (sec. 7).
 
@@ -34,9 +48,10 @@ class Mamba2Layer(SequenceLayer):
         x_t, b_t, c_t    = silu(conv(xbc))_t
         Delta_t          = softplus(dt_t + dt_bias)
         y                = ssd(x, Delta, A, b, c, D)
-        output_t         = W_out rms_norm(y_t * silu(z_t))
+        output_t         = W_out norm(y_t * silu(z_t))
 
-    A and D are one number a head, b and c one vector of `state_size` a group of heads.
+    A and D are one number a head, b and c one vector of `state_size` a group of heads; the norm is RMSNorm, of each
+    group by itself.
     """
 
     def __init__(
@@ -60,7 +75,7 @@ class Mamba2Layer(SequenceLayer):
         self.dt_bias = nn.Parameter(delta_bias(heads, delta_range))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(*a_range).log())
         self.D = nn.Parameter(torch.ones(heads))
-        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.norm = GatedNorm(width, groups)
         self.out_projection = nn.Linear(width, d_model, bias=False)
 
     def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
@@ -87,7 +102,7 @@ class Mamba2Layer(SequenceLayer):
             self.D,
             H,
         )
-        return self.out_projection(self.norm(y.flatten(-2) * functional.silu(z))), H
+        return self.out_projection(self.norm(y.flatten(-2), z)), H
 
 
 def mamba2(
