@@ -25,7 +25,12 @@ from fpexp.ops.kernel import compute_type
 from fpexp.ops.ssd import reference
 
 _CHUNK = 64
-"""Tokens in a chunk at most; work inside chunks grows with it, the number of states falls."""
+"""Tokens in a chunk at most: work inside chunks grows with it, the number of states falls."""
+
+
+def _chunk_size(state_size: int) -> int:
+    """Return the most tokens in a chunk: fewer where N is small, for then states cost less than products."""
+    return min(_CHUNK, max(32, state_size // 2))
 
 
 def ssd(
@@ -47,10 +52,10 @@ def ssd(
 class _Layout:
     """Where tokens go: `chunks` of `size` tokens, the last padded with tokens of delta 0, which change no state."""
 
-    def __init__(self, x: Tensor, groups: int) -> None:
+    def __init__(self, x: Tensor, b: Tensor) -> None:
         self.length, self.heads = x.shape[1:3]
-        self.groups, self.dtype = groups, compute_type(x.dtype)
-        self.chunks = -(-self.length // _CHUNK)
+        self.groups, self.dtype = b.shape[2], compute_type(x.dtype)
+        self.chunks = -(-self.length // _chunk_size(b.shape[3]))
         self.size = -(-self.length // self.chunks)
 
     def split(self, tensor: Tensor) -> Tensor:
@@ -131,7 +136,7 @@ class _SSD(torch.autograd.Function):
         ctx: Any, x: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(x.device.type, enabled=False):
-            layout = _Layout(x, b.shape[2])
+            layout = _Layout(x, b)
             heads = (layout.groups, layout.heads // layout.groups)
             xs, chunks = _load(layout, x, delta, A, b, c)
             H = xs.new_zeros(len(x), *x.shape[2:], b.shape[3]) if state is None else state.to(layout.dtype)
@@ -148,7 +153,7 @@ class _SSD(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor, grad_H: Tensor) -> tuple[Tensor | None, ...]:
         x, delta, A, b, c, D, states = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
-            layout = _Layout(x, b.shape[2])
+            layout = _Layout(x, b)
             heads = (layout.groups, layout.heads // layout.groups)
             xs, chunks = _load(layout, x, delta, A, b, c)
             deltas = layout.split(delta)
