@@ -51,7 +51,9 @@ def test_auto_where_there_is_no_fused_one(caplog: pytest.LogCaptureFixture) -> N
 def test_auto_without_numba_is_said_once(without_numba: None, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         assert backend.choose("selective_scan", CPU) == "reference"
-        assert backends() == {op: "cpu" if op == "delta_rule" else "reference" for op in OPS}  # that one needs torch alone
+        chosen = backends()
+        assert chosen.pop("delta_rule") == "cpu", "it needs torch alone"
+        assert set(chosen.values()) == {"reference"}
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "backend=reference" in record.getMessage()
     assert "pip install numba" in record.getMessage()
@@ -86,7 +88,7 @@ def test_only_the_reference_inside_the_block() -> None:
     """What is asked for by name stays so."""
     outside = backend.choose("selective_scan", CPU)
     with backend.only_reference():
-        assert backends() == {op: "cpu" if op == "delta_rule" else "reference" for op in OPS}  # that one needs torch alone
+        assert set(backends().values()) == {"reference"}
         assert backend.load("selective_scan", CPU).__name__ == "fpexp.ops.selective_scan.reference"
         if outside == "cpu":
             assert backend.choose("selective_scan", CPU, "cpu") == "cpu"

@@ -71,9 +71,9 @@ class _Chunks(torch.autograd.Function):
         sequence = q, k, v, beta, log_decay
         states = []
         with torch.autocast(v.device.type, enabled=False):
-            for chunk, (o_c,) in _cut(sequence, (o,)):
+            for q_c, k_c, v_c, beta_c, decay_c, o_c in _cut(*sequence, o):
                 states.append(S)
-                S = _Chunk(*chunk, S).forward(o_c)
+                S = _Chunk(q_c, k_c, v_c, beta_c, decay_c, S).forward(o_c)
         ctx.save_for_backward(*sequence, *states)
         return o, S
 
@@ -84,24 +84,24 @@ class _Chunks(torch.autograd.Function):
         sequence = q, k, v, beta, log_decay
         gradients = tuple(None if tensor is None else torch.empty_like(tensor) for tensor in sequence)
         with torch.autocast(v.device.type, enabled=False):
-            chunks = list(_cut(sequence, (grad_o, *gradients)))
-            for (chunk, (grad_o_c, *gradients_c)), S in zip(reversed(chunks), reversed(states), strict=True):
-                grad_S = _Chunk(*chunk, S).backward(grad_o_c, grad_S, *gradients_c)
+            chunks = _cut(*sequence, grad_o, *gradients)
+            for parts, S in zip(reversed(chunks), reversed(states), strict=True):
+                q_c, k_c, v_c, beta_c, decay_c, *of_backward = parts
+                grad_S = _Chunk(q_c, k_c, v_c, beta_c, decay_c, S).backward(grad_S, *of_backward)
         return *gradients, grad_S
 
 
-def _cut(sequence: tuple[Any, ...], others: tuple[Any, ...]) -> Any:
-    """Yield the parts of `sequence` and of `others` that belong to each chunk, views of them."""
-    length = sequence[0].shape[1]
-    steps = sequence[1].shape[1] // length
-    tokens = max(1, _STEPS // steps)
-
-    def part(tensor: Tensor | None, start: int) -> Tensor | None:
-        each = 0 if tensor is None else tensor.shape[1] // length
-        return None if tensor is None else tensor[:, start * each : (start + tokens) * each]
-
-    for start in range(0, length, tokens):
-        yield [part(tensor, start) for tensor in sequence], [part(tensor, start) for tensor in others]
+def _cut(q: Tensor, k: Tensor, *others: Any) -> list[list[Any]]:
+    """Return, chunk for chunk, views of what belongs to it; None stays None."""
+    length = q.shape[1]
+    tokens = max(1, _STEPS // (k.shape[1] // length))
+    cut = []
+    for tensor in (q, k, *others):
+        if tensor is None:
+            cut.append([None] * -(-length // tokens))
+        else:
+            cut.append(tensor.split(tokens * tensor.shape[1] // length, 1))
+    return [list(parts) for parts in zip(*cut, strict=True)]
 
 
 class _Chunk:
@@ -141,8 +141,8 @@ class _Chunk:
 
     def backward(
         self,
-        grad_o: Tensor,
         grad_S: Tensor,
+        grad_o: Tensor,
         grad_q: Tensor,
         grad_k: Tensor,
         grad_v: Tensor,
