@@ -22,10 +22,10 @@ from torch.autograd.function import once_differentiable
 from fpexp.ops.delta_rule import reference
 from fpexp.ops.kernel import compute_type
 
-_STEPS = 64
+_STEPS = 32
 """Householder steps a chunk, at most, unless one token has more."""
 
-_FEW_STEPS = 4
+_FEW_STEPS = 6
 """Up to here the loop over tokens is faster."""
 
 _NOTHING_LEFT = -1e3
@@ -54,7 +54,7 @@ def delta_rule(
     decay = None if log_decay is None else rows(log_decay.clamp(min=_NOTHING_LEFT).unsqueeze(-1)).squeeze(-1)
     o, S = cast(
         tuple[Tensor, Tensor],
-        _Chunks.apply(rows(q), rows(k), rows(v), rows(beta.unsqueeze(-1)), decay, S.flatten(0, 1)),
+        _Chunks.apply(rows(q), rows(k), rows(v), rows(beta.unsqueeze(-1)), decay, S.flatten(0, 1).contiguous()),
     )
     o = o.unflatten(0, (batch, heads)).transpose(1, 2)
     return o.to(v.dtype), S.unflatten(0, (batch, heads))
@@ -81,6 +81,7 @@ class _Chunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_o: Tensor, grad_S: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, beta, log_decay, *states = ctx.saved_tensors
+        grad_o = grad_o.contiguous()  # bmm takes an expanded one matrix by matrix
         sequence = q, k, v, beta, log_decay
         gradients = tuple(None if tensor is None else torch.empty_like(tensor) for tensor in sequence)
         with torch.autocast(v.device.type, enabled=False):
@@ -130,7 +131,7 @@ class _Chunk:
         self.P = (k @ k.mT).mul_(self.D_k)
         self.A = (q @ k.mT).mul_(self.D_q)
         self.M = beta * self.P  # read below its diagonal only
-        self.E = torch.baddbmm(v, self.k_in, S, alpha=-1)
+        self.E = v - self.k_in @ S
         self.U = torch.linalg.solve_triangular(self.M, beta * self.E, upper=False, unitriangular=True)
 
     def forward(self, o: Tensor) -> Tensor:
