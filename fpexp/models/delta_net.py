@@ -91,7 +91,7 @@ class DeltaNetLayer(SequenceLayer):
         beta = self.beta_max * b.to(dtype).sigmoid().unflatten(-1, (self.steps, self.heads))
         S = None if state is None else state.S
         o, S = delta_rule(q * q.shape[-1] ** -0.5, l2norm(k.to(dtype)), v, beta, self._log_decay(a), S)
-        o = self.norm(o) * functional.silu(gate).unflatten(-1, (self.heads, -1))
+        o = self.norm(o.to(dtype)) * functional.silu(gate).unflatten(-1, (self.heads, -1))
         return self.out_projection(o.flatten(-2)), (), Carried(S, inputs)
 
     def _log_decay(self, a: Tensor) -> Tensor | None:
