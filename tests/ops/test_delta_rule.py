@@ -169,9 +169,10 @@ def test_extreme_log_decays(dtype: torch.dtype, steps: int) -> None:
     check_against_reference(arguments, tolerance=1e-10 if dtype == torch.float64 else 1e-5)
 
 
-def test_what_a_full_forgetting_leaves_is_exactly_nothing() -> None:
+@pytest.mark.parametrize("log_decay", [-1e4, -float("inf")])
+def test_a_full_forgetting_leaves_nothing(log_decay: float) -> None:
     arguments = inputs(64, dtype=torch.float32)
-    arguments["log_decay"][:, 40] = -1e4
+    arguments["log_decay"][:, 40] = log_decay
     o, S = delta_rule(**arguments, backend="cpu")
     changed = arguments | {"state": 1e3 * arguments["state"], "v": arguments["v"].clone()}
     changed["v"][:, :40] *= 1e3
