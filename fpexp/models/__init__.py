@@ -1,5 +1,6 @@
 """Models: token indices in, logits at every position out. One file each."""
 
+from fpexp.models.delta_net import delta_product, gated_delta_net
 from fpexp.models.fp_mamba import fp_mamba
 from fpexp.models.lm import DecodingState, LanguageModel, ModelOutput
 from fpexp.models.lstm import lstm
@@ -7,4 +8,15 @@ from fpexp.models.mamba import mamba
 from fpexp.models.mamba2 import mamba2
 from fpexp.models.transformer import transformer
 
-__all__ = ["DecodingState", "LanguageModel", "ModelOutput", "fp_mamba", "lstm", "mamba", "mamba2", "transformer"]
+__all__ = [
+    "DecodingState",
+    "LanguageModel",
+    "ModelOutput",
+    "delta_product",
+    "fp_mamba",
+    "gated_delta_net",
+    "lstm",
+    "mamba",
+    "mamba2",
+    "transformer",
+]
