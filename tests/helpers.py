@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -244,8 +245,10 @@ def all_states(problem: FPMambaProblem, y: Tensor) -> Tensor:
 
 
 def tiny(*overrides: str) -> Experiment:
-    """The experiment that `fpexp train` would build for A4 on a CPU, at d_model 8 and state size 4."""
+    """The experiment that `fpexp train` would build for A4 on a CPU, at d_model 8 and, where it has one, state size 4."""
     words = ["task=a4", "device=cpu", "model.d_model=8", *overrides]
-    if not any(word == "model=lstm" for word in overrides):
-        words.append("model.state_size=4")
-    return build(compose(words))
+    config = compose(words)
+    if "state_size" in config.model.settings:
+        model = dataclasses.replace(config.model, settings={**config.model.settings, "state_size": 4})
+        config = dataclasses.replace(config, model=model)
+    return build(config)

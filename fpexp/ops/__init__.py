@@ -6,7 +6,7 @@ import torch
 
 from fpexp.ops.backend import choose
 
-OPS = ("fixed_point_sweep", "selective_scan", "token_mixing", "token_residual")
+OPS = ("diagonal_scan", "fixed_point_sweep", "selective_scan", "token_mixing", "token_residual", "vector_sweep")
 
 
 def backends() -> dict[str, str]:
