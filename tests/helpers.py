@@ -245,7 +245,7 @@ def all_states(problem: FPMambaProblem, y: Tensor) -> Tensor:
 
 
 def tiny(*overrides: str) -> Experiment:
-    """The experiment that `fpexp train` would build for A4 on a CPU, at d_model 8 and, where it has one, state size 4."""
+    """The experiment that `fpexp train` would build for A4 on a CPU, at d_model 8 and state size 4 if any."""
     words = ["task=a4", "device=cpu", "model.d_model=8", *overrides]
     config = compose(words)
     if "state_size" in config.model.settings:

@@ -225,7 +225,7 @@ def test_implicit_gradient_is_that_of_unrolling(mixer: str, solver: str) -> None
 @pytest.mark.parametrize("solver", ["sequential", "fused", "picard"])
 @pytest.mark.parametrize("weight_norm", [False, True])
 def test_one_step_gradient(mixer: str, solver: str, weight_norm: bool) -> None:
-    """Every parameter's is finite and not zero, and that of one plain evaluation at h*, also where kernels take over."""
+    """Every parameter's is finite, not zero, and that of one plain evaluation at h*, also where kernels take over."""
     layer = make_rnn(mixer, solver, weight_norm=weight_norm)
     u, weights = random(2, 5, 4), random(2, 5, 4, seed=1)
     parameters = list(layer.parameters())

@@ -129,6 +129,6 @@ def test_mistakes() -> None:
         diagonal_scan(a, x, state[:1])
     with pytest.raises(UserError, match="has no such backend"):
         diagonal_scan(a, x, backend="gpu")
+    (gradient,) = torch.autograd.grad(diagonal_scan(a, x, backend="cpu").square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient = torch.autograd.grad(diagonal_scan(a, x, backend="cpu").square().sum(), x, create_graph=True)[0]
         gradient.sum().backward()
