@@ -357,3 +357,33 @@ def test_bfloat16_autocast_keeps_the_states_in_float32() -> None:
 def test_a_width_of_zero_is_refused() -> None:
     with pytest.raises(UserError, match="inner width of 0"):
         tiny("model=fp_rnn_h", "model.expand=0.01")
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_sequence_that_is_not_finite_stays_by_itself(backend: str) -> None:
+    """CASES.md 1: it is said of its tokens alone, in whatever task of the kernel they are."""
+    layer = make_rnn("K-spectral", "sequential")
+    u = random(9, 5, 4)
+    solver = Sequential(tolerance=1e-9, backend=backend)  # type: ignore[arg-type]
+    expected = solver.solve(layer.problem(u), CAP, training=False)
+    u[1, 2] = float("nan")
+    result = solver.solve(layer.problem(u), CAP, training=False)
+    assert result.tokens is not None
+    assert (result.tokens.status[1, 2:] == Status.NON_FINITE).all()
+    others = torch.arange(9) != 1
+    assert torch.equal(result.value[others], expected.value[others])
+    assert torch.equal(result.value[1, :2], expected.value[1, :2])
+
+
+def test_terms_that_do_not_fit_are_refused() -> None:
+    """A kernel would read past the end."""
+    problem = make_rnn("H2").problem(random(2, 3, 4))
+    with pytest.raises(ValueError, match="do not fit"):
+        Sequential(tolerance=0.1).solve(
+            dataclasses.replace(problem, from_x=problem.from_x[..., 1:]), CAP, training=False
+        )
+    wrong = dataclasses.replace(problem.columns, from_s=(problem.columns.sizes[0], 0, 0, 6, 0))
+    longer = torch.zeros(problem.columns.sizes[0] + 6, 6, dtype=torch.float64)
+    changed = dataclasses.replace(problem, columns=wrong, loop_weight=longer)
+    with pytest.raises(ValueError, match="only mixer coefficients depend on s"):
+        Sequential(tolerance=0.1).solve(changed, CAP, training=False)
