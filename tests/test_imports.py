@@ -118,7 +118,7 @@ def test_channel_mixers_stand_alone() -> None:
 def test_only_fp_models_join_mixer_scan_and_solver() -> None:
     """Arrow 3: other models know of fixed points only the types in their signature; no kind imports another."""
     found = kinds("fpexp.models")
-    assert {"fpexp.models.fp_mamba", "fpexp.models.lstm"} <= set(found)
+    assert {"fpexp.models.fp_mamba", "fpexp.models.fp_rnn", "fpexp.models.lstm"} <= set(found)
     types = {"fpexp.fixed_point.Cap", "fpexp.fixed_point.SolveResult"}
     for file in room("fpexp.models"):
         assert file.stem == "__init__" or not arrows([file], *others(file, found))
@@ -143,7 +143,7 @@ def test_training_and_evaluation_import_no_kind_of_task_or_model() -> None:
 def test_training_and_evaluation_test_no_names() -> None:
     """Arrow 4: no `if "fp" in name`; no string is a model's, a task's or a mixer's name."""
     names = {path.stem for group in ("model", "task", "model/base") for path in (CONF / group).glob("*.yaml")}
-    names |= {"fp", "mamba", "FPMambaLayer", "LSTMLayers", "WordProblem", "Householder", "Kronecker", "DPLR"}
+    names |= {"fp", "mamba", "FPMambaLayer", "FPRNNLayer", "LSTMLayers", "WordProblem", "Householder", "Kronecker", "DPLR"}
     for file in room("fpexp.training", "fpexp.evaluation"):
         strings = {n.value for n in ast.walk(tree_of(file)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         assert not strings & names, file

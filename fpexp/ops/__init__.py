@@ -6,7 +6,16 @@ import torch
 
 from fpexp.ops.backend import choose
 
-OPS = ("delta_rule", "fixed_point_sweep", "selective_scan", "ssd", "token_mixing", "token_residual")
+OPS = (
+    "delta_rule",
+    "diagonal_scan",
+    "fixed_point_sweep",
+    "selective_scan",
+    "ssd",
+    "token_mixing",
+    "token_residual",
+    "vector_sweep",
+)
 
 
 def backends() -> dict[str, str]:

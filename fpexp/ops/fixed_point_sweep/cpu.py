@@ -80,18 +80,8 @@ def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepR
     by_channel = [_padded_rows(vector.to(dtype), mixer) for vector in (terms.D, norm_weight, norm_bias)]
     A = _padded_rows(terms.A.to(dtype).T, mixer).view(N, columns // LANES, LANES).transpose(0, 1)
     known = _room_to_keep(terms, mixer, value) if terms.keep else None
-    rules = _Rules(
-        normed=terms.norm is not None,
-        norm_epsilon=float(norm_epsilon),
-        tolerance=settings.tolerance,
-        relative=settings.relative,
-        cap=settings.inner_max_iterations,
-        limit=settings.divergence_limit,
-        damping=settings.damping,
-        damping_decay=settings.damping_decay,
-        patience=settings.patience,
-    )
-    given = (terms.from_x.to(dtype), _panels(terms.weight.to(dtype)), terms.x.to(dtype), A, *by_channel)
+    rules = Rules.of(settings, float(norm_epsilon) if terms.norm is not None else None)
+    given = (terms.from_x.to(dtype), panels(terms.weight.to(dtype)), terms.x.to(dtype), A, *by_channel)
     nothing = value.new_empty(0)
     kept = (*known.tokens, known.from_s, known.eigenvectors) if known else (nothing,) * len(_Kept._fields)
     _sweep.run(
@@ -109,7 +99,7 @@ def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepR
     return SweepResult(value, iterations, residual, status, H, known)
 
 
-class _Rules(NamedTuple):
+class Rules(NamedTuple):
     """Norm, stopping and damping of a token's iteration."""
 
     normed: bool
@@ -121,6 +111,21 @@ class _Rules(NamedTuple):
     damping: float
     damping_decay: float
     patience: int
+
+    @classmethod
+    def of(cls, settings: SweepSettings, norm_epsilon: float | None) -> Rules:
+        """Return `settings` as the kernels take them; without a norm where `norm_epsilon` is None."""
+        return cls(
+            normed=norm_epsilon is not None,
+            norm_epsilon=norm_epsilon or 0.0,
+            tolerance=settings.tolerance,
+            relative=settings.relative,
+            cap=settings.inner_max_iterations,
+            limit=settings.divergence_limit,
+            damping=settings.damping,
+            damping_decay=settings.damping_decay,
+            patience=settings.patience,
+        )
 
 
 # The kernel unpacks these at once, and its helpers take arrays one by one: numba counts a reference at each access to
@@ -179,14 +184,14 @@ def _padded_rows(vectors: Tensor, mixer: Mixer) -> Tensor:
     return functional.pad(rows, (0, mixer.padded - mixer.columns)).flatten(-2)
 
 
-def _panels(weight: Tensor) -> Tensor:
+def panels(weight: Tensor) -> Tensor:
     """Return the weights on s (rows, d) as (panels, d, PANEL), padded with zeros."""
     padded = functional.pad(weight, (0, 0, 0, -weight.shape[0] % PANEL))
     return padded.view(-1, PANEL, weight.shape[1]).transpose(1, 2)
 
 
 @njit(error_model="numpy")
-def _product(s: Any, rows: int, width: int, weight: Any, out: Any, stride: int) -> None:
+def times_panels(s: Any, rows: int, width: int, weight: Any, out: Any, stride: int) -> None:
     """out (ROWS, stride) = s (rows, width) times the panels of `weight`; unused rows of s count for nothing."""
     for panel in range(stride // PANEL):
         start, column = panel * width * PANEL, panel * PANEL
@@ -235,7 +240,7 @@ def _decay_and_read(
 
 
 @njit(error_model="numpy", inline="always")
-def _iterate(
+def iterate_token(
     mixer: Any, rules: Any, F: Any, x: Any, base: Any, g: Any, gated: bool, gate: Any, lanes: Any, norm_weight: Any,
     norm_bias: Any, f: Any, scratch: Any, mixed: Any, y: Any,
 ) -> tuple[int, float, int]:  # fmt: skip
@@ -346,7 +351,8 @@ def _keep_token(
 
 
 @njit(error_model="numpy")
-def _zeros(size: int, like: Any) -> Any:
+def cleared(size: int, like: Any) -> Any:
+    """An array of zeros that begins at a cache line."""
     array = aligned(size, like)
     array[:] = 0
     return array
@@ -362,14 +368,14 @@ def _sweep_groups(
     from_s, count = weight.size // width, from_x.size // (batch * length)
     gated = count > mixer.coefficients + 2 * N + width
 
-    lanes = _zeros(columns, x)
+    lanes = cleared(columns, x)
     for i in range(mixer.rows):
         lanes[i * mixer.padded : i * mixer.padded + mixer.columns] = 1
-    F, b, c = _zeros(factor_room(mixer), x), _zeros(N + -N % LANES, x), _zeros(N + -N % LANES, x)
-    x_t, delta, gate = _zeros(columns, x), _zeros(columns, x), _zeros(columns, x)
-    base, g, mixed, y = _zeros(columns, x), _zeros(columns, x), _zeros(columns, x), _zeros(columns, x)
-    s, product = _zeros(ROWS * width, x), aligned(ROWS * from_s, x)
-    p, compact = _zeros(count + LANES, x), aligned(triangle_room(mixer), x)
+    F, b, c = cleared(factor_room(mixer), x), cleared(N + -N % LANES, x), cleared(N + -N % LANES, x)
+    x_t, delta, gate = cleared(columns, x), cleared(columns, x), cleared(columns, x)
+    base, g, mixed, y = cleared(columns, x), cleared(columns, x), cleared(columns, x), cleared(columns, x)
+    s, product = cleared(ROWS * width, x), aligned(ROWS * from_s, x)
+    p, compact = cleared(count + LANES, x), aligned(triangle_room(mixer), x)
     f, scratch = aligned(columns, x), aligned(2 * columns, x)
     state = aligned(ROWS * columns * N, x)
     write, b_before = aligned(ROWS * columns, x), aligned(ROWS * b.size, x)  # not yet in the state
@@ -384,7 +390,7 @@ def _sweep_groups(
         b_before[:] = 0
         for t in range(length):
             if from_s:
-                _product(s, rows, width, weight, product, from_s)
+                times_panels(s, rows, width, weight, product, from_s)
             for row in range(rows):
                 at = (group * ROWS + row) * length + t
                 if not mask[at]:
@@ -410,7 +416,7 @@ def _sweep_groups(
                     c,
                     base,
                 )
-                done, left, code = _iterate(
+                done, left, code = iterate_token(
                     mixer, rules, F, x_t, base, g, gated, gate, lanes, norm_weight, norm_bias, f, scratch, mixed, y
                 )
                 if keep:
