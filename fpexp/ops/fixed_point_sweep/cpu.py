@@ -133,7 +133,7 @@ class _Rules(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """Flat arrays: `weight` in panels, `A` in tiles (N or 1, LANES), D and the norm's weight and bias in padded rows."""
+    """Flat arrays: `weight` in panels, `A` in tiles (N or 1, LANES); D, the norm's weight and bias in padded rows."""
 
     from_x: Any
     weight: Any
