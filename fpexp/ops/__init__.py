@@ -6,7 +6,7 @@ import torch
 
 from fpexp.ops.backend import choose
 
-OPS = ("fixed_point_sweep", "selective_scan", "token_mixing", "token_residual")
+OPS = ("fixed_point_sweep", "selective_scan", "ssd", "token_mixing", "token_residual")
 
 
 def backends() -> dict[str, str]:
