@@ -250,5 +250,5 @@ def tiny(*overrides: str) -> Experiment:
     if not any(word == "model=lstm" for word in overrides):
         words.append("model.state_size=4")
     if any(word.startswith("model=fp_mamba2") for word in overrides):
-        words.append("model.head_size=4")
+        words.insert(0, "model.head_size=4")
     return build(compose(words))

@@ -15,6 +15,7 @@ from fpexp.channel_mixers.base import ChannelMixer, l2norm
 from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings, SweepTerms, sweep
 from fpexp.ops.mixers import Columns, KnownTokens, MixedTokens, MixerForm
 from fpexp.ops.selective_scan import selective_scan
+from fpexp.ops.ssd import ssd
 from fpexp.ops.token_mixing import mix_tokens
 
 P = ParamSpec("P")
@@ -108,9 +109,11 @@ class FPMambaProblem:
     def _scan(self, tokens: MixedTokens) -> Tensor:
         """Return H_t c_t + D * xt_t, (B, T, d)."""
         mixed, delta, b, c, _ = tokens
-        H, D = self.state.H, self.channels(self.D)
-        output, _ = selective_scan(mixed, self.channels(delta), self.decay_rates().expand_as(H[0]), b, c, D, H)
-        return output
+        if self.A.dim() == 2:
+            return selective_scan(mixed, delta, self.A, b, c, self.D, self.state.H)[0]
+        heads = (len(self.A), -1)
+        state, groups = self.state.H.unflatten(1, heads), (b[:, :, None], c[:, :, None])
+        return ssd(mixed.unflatten(2, heads), delta, self.A, *groups, self.D, state)[0].flatten(2)
 
     def channels(self, per_step: Tensor) -> Tensor:
         """Repeat each head's number for its channels: (..., steps) -> (..., d)."""

@@ -34,8 +34,8 @@ class SweepTerms:
     `x` (B, T, d); `from_x` (B, T, sum of columns.sizes), delta in it before the softplus. `weight` (sum of
     columns.from_s, d) stacks the matrices on s. `A` (d, N), or (d, 1) where it is the same for all N; `D` (d). `norm`
     is the weight, bias (d) and epsilon of a LayerNorm, of an RMSNorm where the bias is None, or None. The state before
-    the first token is `y` (B, 1, d) and `H` (B, d, N). `mask` (B, T) is true at real tokens; None: all are. `keep`: the result
-    has `known`, for the evaluation that follows.
+    the first token is `y` (B, 1, d) and `H` (B, d, N). `mask` (B, T) is true at real tokens; None: all are. `keep`: the
+    result has `known`, for the evaluation that follows.
     """
 
     x: Tensor
