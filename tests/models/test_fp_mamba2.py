@@ -13,7 +13,7 @@ from helpers import EVERYTHING, MIXERS, NOTHING, dense_matrix, make_layer, rando
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from fpexp.channel_mixers import DPLR, ChannelMixer, Householder
+from fpexp.channel_mixers import ChannelMixer, Householder
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, OneStep, Picard, Sequential, Solver, Status
 from fpexp.models.fp_mamba2 import FPMamba2Layer
@@ -21,7 +21,6 @@ from fpexp.models.fp_mamba_layer import Dependence, FPLayer
 from fpexp.models.fp_mamba_problem import FPMambaProblem
 from fpexp.ops.selective_scan import selective_scan
 from fpexp.ops.ssd import ssd
-from fpexp.training.optimizer import parameter_groups
 
 CAP = Cap(5000)
 HEAD_SIZE, WIDTH, N = 2, 6, 3
