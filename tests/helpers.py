@@ -15,7 +15,8 @@ from fpexp.channel_mixers import DPLR, ChannelMixer, Householder, Kronecker
 from fpexp.channel_mixers.dplr import LowRank
 from fpexp.config.compose import compose
 from fpexp.fixed_point import Gradient, OneStep, Solver
-from fpexp.models.fp_mamba import Dependence, FPMambaLayer
+from fpexp.models.fp_mamba import FPMambaLayer
+from fpexp.models.fp_mamba_layer import Dependence
 from fpexp.models.fp_mamba_problem import FPMambaProblem
 
 LENGTHS = [1, 2, 3, 7, 15, 16, 17, 63, 64, 65, 127, 129, 257]

@@ -42,7 +42,8 @@ TINY = [
 
 def tiny(results_dir: Path, *words: str, task: str = "a4", model: str = "lstm") -> RunConfig:
     """Compose a tiny run; `words` come last, so that they win."""
-    return compose([f"task={task}", f"model={model}", *TINY, f"results_dir={results_dir}", *words])
+    heads = ["model.head_size=16"] if model.startswith("fp_mamba2") else []
+    return compose([f"task={task}", f"model={model}", *TINY, *heads, f"results_dir={results_dir}", *words])
 
 
 class Recorder(JsonlTracker):

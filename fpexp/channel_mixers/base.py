@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fpexp.errors import UserError
 from fpexp.ops.mixers import MixerForm
 
 EPSILON = 1e-6
@@ -17,6 +18,19 @@ EPSILON = 1e-6
 def l2norm(v: Tensor) -> Tensor:
     """v / sqrt(|v|^2 + eps) over the last axis; the epsilon keeps value and gradient finite at v = 0."""
     return v * torch.rsqrt(v.square().sum(-1, keepdim=True) + EPSILON)
+
+
+def gram_schmidt(u: Tensor) -> Tensor:
+    """Make the vectors u (..., rank, width) orthonormal in order, up to the epsilon of `l2norm`.
+
+    What is left of a vector in the span of those before it, which is nothing, stays near zero.
+    """
+    found: list[Tensor] = []
+    for vector in u.unbind(-2):
+        for before in found:
+            vector = vector - (before * vector).sum(-1, keepdim=True) * before
+        found.append(l2norm(vector))
+    return torch.stack(found, dim=-2)
 
 
 class ChannelMixer(ABC):
@@ -48,14 +62,25 @@ class ChannelMixer(ABC):
 
 
 class LowRank(ChannelMixer):
-    """Unit vectors u_i = l2norm(silu(.)) and weights a_i = a_max * sigmoid(.), i = 1..rank."""
+    """Unit vectors u_i = l2norm(silu(.)) and weights a_i = a_max * sigmoid(.), i = 1..rank.
 
-    def __init__(self, width: int, rank: int, a_max: float) -> None:
-        self.width, self.rank, self.a_max = width, rank, a_max
+    `orthogonal`: u_1, u_2, ... are made orthogonal by Gram-Schmidt, so that they cannot become one another (rank
+    collapse; the paper's first version). UserError where there are more of them than channels.
+    """
+
+    def __init__(self, width: int, rank: int, a_max: float, orthogonal: bool) -> None:
+        if orthogonal and rank > width:
+            raise UserError(
+                f"model.channel_mixer.rank={rank} vectors of an inner width of {width} cannot be orthogonal; set "
+                "model.channel_mixer.orthogonal=false or a smaller rank"
+            )
+        self.width, self.rank, self.a_max, self.orthogonal = width, rank, a_max, orthogonal
         self.coefficient_size = rank * width + rank
 
     def factors(self, coefficients: Tensor) -> tuple[Tensor, ...]:
         """Return u (..., rank, width) and a (..., rank)."""
         vectors, weights = coefficients.split([self.rank * self.width, self.rank], dim=-1)
         u = l2norm(functional.silu(vectors.unflatten(-1, (self.rank, self.width))))
+        if self.orthogonal:
+            u = gram_schmidt(u)
         return u, self.a_max * torch.sigmoid(weights)

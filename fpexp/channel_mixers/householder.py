@@ -17,14 +17,16 @@ class Householder(LowRank):
     Q = (I - a_1 u_1 u_1^T) ... (I - a_r u_r u_r^T),  u_i = l2norm(silu(.)),  a_i = a_max * sigmoid(.)
 
     `apply` is O(r d) a token and never builds Q. With `a_max = 2` an eigenvalue can reach -1; I - Q is contractive
-    for r = 1 and `a_max < 1` only.
+    for r = 1 and `a_max < 1` only. `orthogonal`: see `LowRank`.
     """
 
-    def __init__(self, width: int, *, rank: Count, a_max: Annotated[float, Range(above=0, maximum=2)]) -> None:
-        super().__init__(width, rank, a_max)
+    def __init__(
+        self, width: int, *, rank: Count, a_max: Annotated[float, Range(above=0, maximum=2)], orthogonal: bool = False
+    ) -> None:
+        super().__init__(width, rank, a_max, orthogonal)
 
-    def _form(self) -> MixerForm:
-        return MixerForm("householder", (self.rank, 0), self.a_max)
+    def _form(self) -> MixerForm | None:
+        return None if self.orthogonal else MixerForm("householder", (self.rank, 0), self.a_max)
 
     def apply(self, factors: tuple[Tensor, ...], v: Tensor) -> Tensor:
         """Return Q v, shape (..., width)."""

@@ -2,6 +2,7 @@
 
 from fpexp.models.delta_net import delta_product, gated_delta_net
 from fpexp.models.fp_mamba import fp_mamba
+from fpexp.models.fp_mamba2 import fp_mamba2
 from fpexp.models.fp_rnn import fp_rnn
 from fpexp.models.lm import DecodingState, LanguageModel, ModelOutput
 from fpexp.models.lstm import lstm
@@ -15,6 +16,7 @@ __all__ = [
     "ModelOutput",
     "delta_product",
     "fp_mamba",
+    "fp_mamba2",
     "fp_rnn",
     "gated_delta_net",
     "lstm",

@@ -4,196 +4,55 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.utils import parametrizations
 
 from fpexp.channel_mixers.base import ChannelMixer
-from fpexp.errors import UserError
-from fpexp.fixed_point import Cap, Gradient, Sequential, Solver, SolveResult
+from fpexp.fixed_point import Gradient, Solver
 from fpexp.models.blocks import residual_model
-from fpexp.models.fp_mamba_problem import FPMambaProblem, State, plus
-from fpexp.models.initialisation import Delta, check_delta_range, delta_bias
-from fpexp.models.lm import LanguageModel, SequenceLayer
-from fpexp.models.short_convolution import ShortConvolution
-from fpexp.ops.mixers import Columns
+from fpexp.models.fp_mamba_layer import Decay, DecayScale, Dependence, Dynamics, FPLayer, inner_width
+from fpexp.models.initialisation import Delta
+from fpexp.models.lm import LanguageModel
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
 
 
-@dataclass(frozen=True)
-class Dependence:
-    """Which parts of f see s_t = y_{t-1}: the decay, the mixer, the write and read vectors, the gate (table 1)."""
-
-    lambda_: bool
-    Q: bool
-    b: bool
-    c: bool
-    gate: bool
-
-
-@dataclass(frozen=True)
-class Carried:
-    """What the past leaves behind for decoding.
-
-    `loop` is the state of the fixed-point problem. `y` (B, 1, d) is what the gate outside sees of the last token: the
-    loop sees the solver's y*, the gate f(y*), which differ within the tolerance. `inputs` (B, conv_width - 1, d) are
-    the convolution's last ones; None without one.
-    """
-
-    loop: State
-    y: Tensor
-    inputs: Tensor | None
-
-
-class FPMambaLayer(SequenceLayer):
-    """One FP-Mamba layer, (B, T, d_model) -> (B, T, d_model), inner width d (paper eqs. 12-14).
-
-    With s_t = y_{t-1} of the given iterate, one evaluation of f is
-
-        Q_t    = channel_mixer(x_t, s_t)
-        xt_t   = Q_t (x_t - y_t) + y_t
-        b_t    = l2norm(b^x_t + W_bs s_t),   c_t = l2norm(c^x_t + W_cs s_t)
-        H_t    = exp(Delta_t A) * H_{t-1} + (Delta_t * xt_t) b_t^T
-        f(y)_t = norm(H_t c_t + D * xt_t)
-
-    and the output W_out(silu(z_t + W_zs s*_t) * y*_t); with the gate inside the loop,
-    f(y)_t = norm(silu(z_t + W_zs s_t) * (H_t c_t + D * xt_t)) and the output is W_out y*_t.
-    """
+class FPMambaLayer(FPLayer):
+    """Mamba's dynamics: Delta = softplus(W_dt (W_r x) + b_dt) (B, T, d), A = -exp(A_log) (d, N) and D (d)."""
 
     def __init__(
         self,
         d_model: int,
         width: int,
-        state_size: int,
         dt_rank: int,
-        conv_width: int,
-        channel_mixer: ChannelMixer,
-        solver: Solver,
-        gradient: Gradient,
-        dependence: Dependence,
-        gate: str,
-        norm: str,
-        norm_epsilon: float,
         delta_range: tuple[float, float],
-        weight_norm: bool,
+        decay: Decay = "exponential",
+        decay_scale: float = 8.0,
+        **shared: Any,
     ) -> None:
-        super().__init__()
-        self.width, self.state_size, self.dt_rank = width, state_size, dt_rank
-        self.channel_mixer, self.solver, self.gradient = channel_mixer, solver, gradient
-        self.gate_inside = gate == "inside"
-        self.output_size = d_model
-        self.iterations_depend_on_length = solver.whole_sequence
+        dynamics = Dynamics(dt_rank, width, delta_range, decay, decay_scale)
+        super().__init__(d_model, width, dynamics=dynamics, **shared)
 
-        mixer_size = channel_mixer.coefficient_size
-        self.x_sizes = (mixer_size, state_size, state_size, dt_rank)
-        gate_size = width if dependence.gate else 0
-        self.columns = Columns(
-            sizes=(mixer_size, state_size, state_size, width, width if self.gate_inside else 0),
-            from_s=(
-                mixer_size if dependence.Q else 0,
-                state_size if dependence.b else 0,
-                state_size if dependence.c else 0,
-                width if dependence.lambda_ else 0,
-                gate_size if self.gate_inside else 0,
-            ),
-        )
-        self.outer_gate_size = 0 if self.gate_inside else gate_size
-        self.in_projection = nn.Linear(d_model, 2 * width, bias=False)
-        self.convolution = ShortConvolution(width, conv_width) if conv_width else None
-        self.x_projection = nn.Linear(width, sum(self.x_sizes), bias=False)
-        self.s_weight = nn.Parameter(torch.empty(sum(self.columns.from_s) + self.outer_gate_size, width))
-        self.mixer_bias = nn.Parameter(torch.zeros(mixer_size))
-        self.dt_projection = nn.Linear(dt_rank, width)
-        self.A_log = nn.Parameter(torch.arange(1.0, state_size + 1).log().repeat(width, 1))
-        self.D = nn.Parameter(torch.ones(width))
-        self.norm = nn.LayerNorm(width, eps=norm_epsilon) if norm == "layer_norm" else None
-        self.out_projection = nn.Linear(width, d_model, bias=False)
-        self._initialise(delta_range)
-        if weight_norm:
-            parametrizations.weight_norm(self.x_projection)
-            if self.s_weight.numel():
-                parametrizations.weight_norm(self, "s_weight")
+    def _make_dynamics(self) -> None:
+        self.dt_projection = nn.Linear(self.dynamics.columns, self.width)
+        self._make_A(torch.arange(1.0, self.state_size + 1).log().repeat(self.width, 1))
+        self.D = nn.Parameter(torch.ones(self.width))
 
-    def _initialise(self, delta_range: tuple[float, float]) -> None:
-        """x and s enter like the halves of one linear layer's input; W_dt as in Mamba, Delta log-uniform."""
-        bound = 1 / math.sqrt(2 * self.width)
-        for weight in (self.x_projection.weight, self.s_weight):
-            nn.init.uniform_(weight, -bound, bound)
-        nn.init.uniform_(self.dt_projection.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
+    def _initialise(self) -> None:
+        """W_dt as in Mamba; Delta log-uniform."""
+        super()._initialise()
+        bound = self.dynamics.columns**-0.5
+        nn.init.uniform_(self.dt_projection.weight, -bound, bound)
         with torch.no_grad():
-            self.dt_projection.bias.copy_(delta_bias(self.width, delta_range))
+            self.dt_projection.bias.copy_(self._delta_bias())
 
-    def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
-        """Solve for y* without gradient, attach it, gate and project."""
-        problem = self.problem(u, mask)
-        result = self.solver.solve(problem, cap, training=self.training)
-        y, result = self.gradient.attach(problem, result)
-        return self._read_out(problem, y, problem.previous(y)), (result,)
+    def _zero_delta_weights(self) -> None:
+        self.dt_projection.weight.zero_()
 
-    def decode(self, u: Tensor, state: Carried | None) -> tuple[Tensor, tuple[SolveResult, ...], Carried]:
-        """Solve by the sequential sweep, whose state goes on: another solver lends it its tolerance.
-
-        To rounding what one pass over all tokens gives with that sweep; with gradient=unrolled, whose later
-        evaluations have other states, within the tolerance.
-        """
-        x, z = self.in_projection(u).chunk(2, dim=-1)
-        inputs = None
-        if self.convolution is not None:
-            x, inputs = self.convolution.decode(x, None if state is None else state.inputs)
-        problem = self._problem(x, z, None, None if state is None else state.loop)
-        result, loop = Sequential.like(self.solver).carry(problem)
-        y, result = self.gradient.attach(problem, result)
-        before = problem.state.y if state is None else state.y
-        output = self._read_out(problem, y, torch.cat([before, y[:, :-1]], dim=1))
-        return output, (result,), Carried(loop, y[:, -1:].clone(), inputs)
-
-    def problem(self, u: Tensor, mask: Tensor | None = None, state: State | None = None) -> FPMambaProblem:
-        """Return the fixed-point problem of the normalised block input u (B, T, d_model)."""
-        x, z = self.in_projection(u).chunk(2, dim=-1)
-        if self.convolution is not None:
-            x = self.convolution(x)
-        return self._problem(x, z, mask, state)
-
-    def _read_out(self, problem: FPMambaProblem, y: Tensor, s: Tensor) -> Tensor:
-        """Return W_out(silu(z + W_zs s) * y), or W_out y with the gate inside the loop."""
-        if not self.gate_inside:
-            z = plus(problem.z, functional.linear(s, problem.gate_weight))
-            y = functional.silu(z) * y
-        output: Tensor = self.out_projection(y)
-        return output
-
-    def _problem(self, x: Tensor, z: Tensor, mask: Tensor | None, state: State | None) -> FPMambaProblem:
-        *loop_sizes, dt_rank = self.x_sizes
-        bias = functional.pad(self.mixer_bias, (0, sum(self.x_sizes) - loop_sizes[0]))
-        projected = functional.linear(x, self.x_projection.weight, bias)
-        loop, dt = projected.split([sum(loop_sizes), dt_rank], dim=-1)
-        parts = [loop, self.dt_projection(dt)]
-        if self.gate_inside:
-            parts.append(z)
-        if state is None:
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            zeros = x.new_zeros(x.shape[0], self.width, self.state_size, dtype=dtype)
-            state = State(y=zeros[:, None, :, 0], H=zeros)
-        loop_weight, gate_weight = self.s_weight.split([sum(self.columns.from_s), self.outer_gate_size])
-        return FPMambaProblem(
-            channel_mixer=self.channel_mixer,
-            norm=self.norm,
-            columns=self.columns,
-            x=x.to(state.H.dtype),
-            z=z,
-            from_x=torch.cat(parts, dim=-1),
-            A=-self.A_log.exp(),
-            D=self.D,
-            loop_weight=loop_weight if x.is_cpu else loop_weight.to(dt.dtype),
-            gate_weight=gate_weight,
-            state=state,
-            mask=mask,
-            keep=getattr(self.gradient, "takes_over", False),
-        )
+    def _delta(self, dt: Tensor) -> Tensor:
+        delta: Tensor = self.dt_projection(dt)
+        return delta
 
 
 def fp_mamba(
@@ -213,15 +72,17 @@ def fp_mamba(
     gate: Literal["outside", "inside"],
     dependence: Dependence,
     delta_range: tuple[Delta, Delta],
+    decay: Decay = "exponential",
+    decay_scale: DecayScale = 8.0,
     weight_norm: bool,
     mlp_expand: NonNegative = 0.0,
     dropout: Probability,
 ) -> LanguageModel:
-    """Return an FP-Mamba language model; `channel_mixer` builds a mixer for the inner width expand * d_model."""
-    width = round(expand * d_model)
-    if width < 1:
-        raise UserError(f"model.expand={expand:g} times model.d_model={d_model} is an inner width of 0; raise one")
-    check_delta_range(delta_range)
+    """Return an FP-Mamba language model; `channel_mixer` builds a mixer for the inner width expand * d_model.
+
+    UserError where sizes come to nothing or `delta_range` does not ascend.
+    """
+    width = inner_width(expand, d_model)
     arguments: dict[str, Any] = {
         "state_size": state_size,
         "dt_rank": dt_rank or math.ceil(d_model / 16),
@@ -233,6 +94,8 @@ def fp_mamba(
         "norm": norm,
         "norm_epsilon": norm_epsilon,
         "delta_range": delta_range,
+        "decay": decay,
+        "decay_scale": decay_scale,
         "weight_norm": weight_norm,
     }
 

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from fpexp.channel_mixers.base import ChannelMixer, l2norm
 from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings, SweepTerms, sweep
-from fpexp.ops.mixers import Columns, KnownTokens, MixedTokens
+from fpexp.ops.mixers import Columns, KnownTokens, MixedTokens, MixerForm
 from fpexp.ops.selective_scan import selective_scan
+from fpexp.ops.ssd import ssd
 from fpexp.ops.token_mixing import mix_tokens
 
 P = ParamSpec("P")
@@ -61,10 +62,13 @@ class FPMambaProblem:
     same order, in the type of the projections, or float32 on a CPU, whose kernels compute in it; a dependence that is
     off has no rows. Of a gate outside the loop, `z` (B, T, d) is x's part and `gate_weight` the matrix on s. `keep`: a
     sweep leaves for `evaluate` what it has computed, where a gradient is wanted.
+
+    With Mamba's dynamics there is one Delta for a channel, `A` (d, N) and `D` (d). With Mamba-2's, one for a head of
+    d / heads channels, `A` (heads) and `D` (heads). Delta is softplus(.), or sigmoid(.) where it is `bounded`.
     """
 
     channel_mixer: ChannelMixer
-    norm: nn.LayerNorm | None
+    norm: nn.LayerNorm | nn.RMSNorm | None
     columns: Columns
     x: Tensor
     z: Tensor
@@ -76,6 +80,12 @@ class FPMambaProblem:
     state: State
     mask: Tensor | None
     keep: bool = False
+    bounded: bool = False
+
+    @property
+    def form(self) -> MixerForm | None:
+        """How the fused kernels know the mixer; None where they do not know it, or the squashing of Delta."""
+        return None if self.bounded else self.channel_mixer.form
 
     @property
     def length(self) -> int:
@@ -94,12 +104,29 @@ class FPMambaProblem:
     def evaluate(self, y: Tensor, known: KnownTokens | None = None) -> Tensor:
         """Return f(y), (B, T, d); `known` is what a sweep that ended at y has found."""
         tokens = self.mix_tokens(y, known)
-        output, _ = selective_scan(tokens.mixed, tokens.delta, self.A, tokens.b, tokens.c, self.D, self.state.H)
-        return self.normalise(tokens.gate, output)
+        return self.normalise(tokens.gate, self._scan(tokens))
+
+    def _scan(self, tokens: MixedTokens) -> Tensor:
+        """Return H_t c_t + D * xt_t, (B, T, d)."""
+        mixed, delta, b, c, _ = tokens
+        if self.A.dim() == 2:
+            return selective_scan(mixed, delta, self.A, b, c, self.D, self.state.H)[0]
+        heads = (len(self.A), -1)
+        state, groups = self.state.H.unflatten(1, heads), (b[:, :, None], c[:, :, None])
+        return ssd(mixed.unflatten(2, heads), delta, self.A, *groups, self.D, state)[0].flatten(2)
+
+    def channels(self, per_step: Tensor) -> Tensor:
+        """Repeat each head's number for its channels: (..., steps) -> (..., d)."""
+        head_size = self.x.shape[-1] // per_step.shape[-1]
+        return per_step if head_size == 1 else per_step.repeat_interleave(head_size, dim=-1)
+
+    def decay_rates(self) -> Tensor:
+        """Return A for each channel, (d, N), or (d, 1) where it is the same for all N."""
+        return self.A if self.A.dim() == 2 else self.channels(self.A)[:, None]
 
     def mix_tokens(self, y: Tensor, known: KnownTokens | None = None) -> MixedTokens:
         """Return all that the scan takes, at y (B, T, d)."""
-        s, form = self.previous(y), self.channel_mixer.form
+        s, form = self.previous(y), self.form
         fused = mix_tokens(self.from_x, s, self.loop_weight, self.x, y, self.columns, form, known)
         if fused is not None:
             return fused
@@ -108,16 +135,17 @@ class FPMambaProblem:
 
     def start_lagged(self) -> Tensor:
         """Return zeros (B, T, d, N)."""
-        return self.state.H.new_zeros(*self.x.shape, self.A.shape[1])
+        return self.state.H.new_zeros(*self.x.shape, self.state.H.shape[-1])
 
     @_full_precision
     def evaluate_lagged(self, y: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(y) and all H (B, T, d, N), both with H_{t-1} of `memory`, H of the iterate before, in the scan."""
         tokens = self.mix_tokens(y)
         before = torch.cat([self.state.H[:, None], memory[:, :-1]], dim=1)
-        write = (tokens.delta * tokens.mixed)[..., None] * tokens.b[..., None, :]
-        H = torch.addcmul(write, torch.exp(tokens.delta[..., None] * self.A), before)
-        output = (H @ tokens.c[..., None]).squeeze(-1) + self.D * tokens.mixed
+        delta = self.channels(tokens.delta)
+        write = (delta * tokens.mixed)[..., None] * tokens.b[..., None, :]
+        H = torch.addcmul(write, torch.exp(delta[..., None] * self.decay_rates()), before)
+        output = (H @ tokens.c[..., None]).squeeze(-1) + self.channels(self.D) * tokens.mixed
         return self.normalise(tokens.gate, output), H
 
     def select(self, rows: Tensor) -> Self:
@@ -142,20 +170,21 @@ class FPMambaProblem:
     def sweep(self, settings: SweepSettings) -> SweepResult | None:
         """Solve all tokens by a fused kernel, where there is one for this mixer and device."""
         norm = self.norm
+        bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
         terms = SweepTerms(
             x=self.x,
             from_x=self.from_x,
             columns=self.columns,
-            A=self.A,
-            D=self.D,
+            A=self.decay_rates(),
+            D=self.channels(self.D),
             weight=self.loop_weight,
-            norm=None if norm is None else (norm.weight, norm.bias, norm.eps),
+            norm=None if norm is None else (norm.weight, bias, norm.eps or 0.0),
             y=self.state.y,
             H=self.state.H,
             mask=self.mask,
             keep=self.keep and self.mask is None and self.from_x.requires_grad,
         )
-        return sweep(terms, self.channel_mixer.form, settings)
+        return sweep(terms, self.form, settings)
 
     def state_after(self, swept: SweepResult) -> State:
         """Return the state after a sweep, which holds on to nothing else of it."""
@@ -165,7 +194,7 @@ class FPMambaProblem:
     def advance(self, token: TokenProblem, y: Tensor) -> State:
         """Return the state after a token whose equation y (B, 1, d) solves."""
         terms = token.terms
-        write = terms.delta * token.whole.mix(terms, y)
+        write = self.channels(terms.delta) * token.whole.mix(terms, y)
         return State(y, torch.addcmul(token.decayed, write.mT, terms.b))
 
     def split(self) -> list[Self]:
@@ -184,7 +213,7 @@ class FPMambaProblem:
         coefficients, b, c, delta, z = parts
         return Terms(
             factors=self.channel_mixer.factors(coefficients),
-            delta=functional.softplus(delta),
+            delta=torch.sigmoid(delta) if self.bounded else functional.softplus(delta),
             b=l2norm(b),
             c=l2norm(c),
             gate=functional.silu(z) if z.shape[-1] else None,
@@ -228,9 +257,10 @@ class TokenProblem:
     def of(cls, token: FPMambaProblem) -> Self:
         """Build from a problem of length one."""
         terms = token.terms(token.state.y)
-        decayed = torch.exp(terms.delta.mT * token.A) * token.state.H
+        delta = token.channels(terms.delta)
+        decayed = torch.exp(delta.mT * token.decay_rates()) * token.state.H
         base = (decayed @ terms.c.mT).mT
-        g = (terms.b * terms.c).sum(-1, keepdim=True) * terms.delta + token.D
+        g = (terms.b * terms.c).sum(-1, keepdim=True) * delta + token.channels(token.D)
         return cls(token, terms, decayed, base, g)
 
     @property

@@ -14,12 +14,33 @@ from fpexp.ranges import Range
 Delta = Annotated[float, Range(minimum=1e-6, maximum=1e4)]
 """So that softplus, its inverse and float32 agree on it."""
 
+FLOOR = (0.9, 0.999)
+"""Least decay of a channel at initialisation."""
+
 
 def delta_bias(size: int, delta_range: tuple[float, float]) -> Tensor:
     """Return the bias (size,) with which softplus(bias) is log-uniform in `delta_range`."""
-    low, high = (math.log(value) for value in delta_range)
-    delta = torch.empty(size).uniform_(low, high).exp()
+    delta = _log_uniform(size, delta_range)
     return delta + torch.log(-torch.expm1(-delta))  # the inverse of softplus
+
+
+def sigmoid_bias(size: int, delta_range: tuple[float, float]) -> Tensor:
+    """Return the bias (size,) with which sigmoid(bias) is log-uniform in `delta_range`, which ends below 1."""
+    return torch.logit(_log_uniform(size, delta_range))
+
+
+def floored_decay(shape: torch.Size, scale: float) -> Tensor:
+    """Return omega with which the floor exp(-scale softplus(omega)) is uniform in [0.9, 0.999], as in the RG-LRU.
+
+    De et al. 2024, whose decay is of the same form.
+    """
+    rate = -torch.empty(shape).uniform_(*FLOOR).log() / scale
+    return rate + torch.log(-torch.expm1(-rate))  # the inverse of softplus
+
+
+def _log_uniform(size: int, delta_range: tuple[float, float]) -> Tensor:
+    low, high = (math.log(value) for value in delta_range)
+    return torch.empty(size).uniform_(low, high).exp()
 
 
 def check_delta_range(delta_range: tuple[float, float]) -> None:

@@ -9,12 +9,12 @@ from torch import nn
 
 from fpexp.config.run import Training
 
-EXEMPT_NAMES = ("A_log", "D")
+EXEMPT_NAMES = ("A_log", "omega", "D")
 """Parameters that are no weights though they may be matrices: decay would pull the dynamics to zero (Mamba)."""
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups; vectors (biases, norms, D), A_log and weight-norm magnitudes are not decayed.
+    """Two groups; vectors (biases, norms, D), A_log, omega and weight-norm magnitudes are not decayed.
 
     Every trainable parameter is in exactly one group.
     """

@@ -14,8 +14,10 @@ from runs import TINY, CommandLine, Recorder, tiny
 import fpexp
 from fpexp.build import check
 from fpexp.commands.train import read_run_config
-from fpexp.config.migration import migrate
-from fpexp.config.run import read_config
+from fpexp.config.catalogue import choices
+from fpexp.config.compose import compose, compose_jobs
+from fpexp.config.migration import LATER, migrate
+from fpexp.config.run import RunConfig, read_config
 from fpexp.errors import UserError
 from fpexp.run import start_run
 
@@ -37,6 +39,39 @@ def test_a_recorded_config_builds_with_one_step(path: Path) -> None:
     assert config.gradient.target == "fpexp.fixed_point.OneStep"
     assert config.choices.gradient == "one_step"
     assert "gradient" not in config.model.settings
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
+def test_a_recorded_config_gains_the_settings_that_came_later(path: Path) -> None:
+    """All that conf/ has today, and no value but those that it has."""
+    config = read_config(path)
+    composed = compose([f"task={config.choices.task}", f"model={config.choices.model}"])
+    for found, today in ((config.model, composed.model), (config.gradient, composed.gradient)):
+        assert set(found.settings) == set(today.settings)
+    mixer, today = (c.model.settings.get("channel_mixer") for c in (config, composed))
+    assert (mixer is None) == (today is None)
+    assert mixer is None or set(mixer.settings) == set(today.settings)
+    for name in ("mlp_expand", "decay", "decay_scale"):
+        assert config.model.settings.get(name) == composed.model.settings.get(name)
+
+
+@pytest.mark.parametrize("job", compose_jobs(["experiment=reference_a5", "device=cpu", "threads=1"]))
+def test_a_recorded_run_is_recognised_when_it_is_asked_for_again(job: RunConfig) -> None:
+    """A sweep finds it by the fingerprint of what it composes."""
+    recorded = {read_config(path).fingerprint() for path in RECORDED if "a5-fp_mamba_h" in str(path)}
+    assert check(job).config.fingerprint() in recorded
+
+
+def test_later_settings_are_settings_and_what_conf_says() -> None:
+    """A name that no component has, or a value that conf/ has not, would give old runs another fingerprint."""
+    composed = [compose(["task=a4", f"model={name}"]).model for name in choices("model")]
+    parts = [part for model in composed for part in (model, model.settings.get("channel_mixer")) if part is not None]
+    for target, later in LATER.items():
+        of_target = [part for part in parts if part.target == target]
+        assert of_target, target
+        for name, value in later.items():
+            assert of_target[0].settings[name] == value
+            assert type(of_target[0].settings[name]) is type(value)
 
 
 def test_a_recorded_config_trains(

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from fpexp.channel_mixers import Kronecker
 from fpexp.fixed_point import Anderson, Cap, Lagged, Picard, Sequential, Solver, SolveResult, Status
 from fpexp.fixed_point.iterate import token_residual
-from fpexp.models.fp_mamba import Dependence, FPMambaLayer
+from fpexp.models.fp_mamba import FPMambaLayer
+from fpexp.models.fp_mamba_layer import Dependence
 from fpexp.models.fp_mamba_problem import State
 from fpexp.models.short_convolution import ShortConvolution
 from fpexp.ops.selective_scan import selective_scan

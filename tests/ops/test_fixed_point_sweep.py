@@ -15,7 +15,8 @@ from fpexp.channel_mixers import DPLR, ChannelMixer, Householder, Kronecker
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, Sequential, SolveResult, Status
 from fpexp.fixed_point.iterate import token_residual
-from fpexp.models.fp_mamba import Dependence, FPMambaLayer
+from fpexp.models.fp_mamba import FPMambaLayer
+from fpexp.models.fp_mamba_layer import Dependence
 from fpexp.models.fp_mamba_problem import FPMambaProblem
 
 SWITCHES = [Dependence(*on) for on in itertools.product([False, True], repeat=5)]

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from fpexp.channel_mixers import DPLR, Householder, Kronecker
 from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.fixed_point import Cap, Gradient, Implicit, OneStep, Sequential, Unrolled
-from fpexp.models.fp_mamba import Dependence
+from fpexp.models.fp_mamba_layer import Dependence
 from fpexp.models.fp_mamba_problem import FPMambaProblem
 from fpexp.ops.mixers import KnownTokens, MixedTokens
 from fpexp.ops.token_mixing import mix_tokens

@@ -32,9 +32,10 @@ class SweepTerms:
     """What x contributes to the token equations, and the weights on s_t = y_{t-1}.
 
     `x` (B, T, d); `from_x` (B, T, sum of columns.sizes), delta in it before the softplus. `weight` (sum of
-    columns.from_s, d) stacks the matrices on s. `A` (d, N), `D` (d). `norm` is the weight, bias (d) and epsilon of a
-    LayerNorm, or None. The state before the first token is `y` (B, 1, d) and `H` (B, d, N). `mask` (B, T) is true at
-    real tokens; None: all are. `keep`: the result has `known`, for the evaluation that follows.
+    columns.from_s, d) stacks the matrices on s. `A` (d, N), or (d, 1) where it is the same for all N; `D` (d). `norm`
+    is the weight, bias (d) and epsilon of a LayerNorm, of an RMSNorm where the bias is None, or None. The state before
+    the first token is `y` (B, 1, d) and `H` (B, d, N). `mask` (B, T) is true at real tokens; None: all are. `keep`: the
+    result has `known`, for the evaluation that follows.
     """
 
     x: Tensor
@@ -43,7 +44,7 @@ class SweepTerms:
     A: Tensor
     D: Tensor
     weight: Tensor
-    norm: tuple[Tensor, Tensor, float] | None
+    norm: tuple[Tensor, Tensor | None, float] | None
     y: Tensor
     H: Tensor
     mask: Tensor | None
@@ -67,9 +68,9 @@ def sweep(terms: SweepTerms, form: MixerForm | None, settings: SweepSettings) ->
     if choose("fixed_point_sweep", terms.x.device) != "cpu":
         return None
     if form is None:
-        say_once("this channel mixer has no fused sweep: it is solved token by token in plain torch")
+        say_once("this layer has no fused sweep: it is solved token by token in plain torch")
         return None
-    terms.columns.check(terms.from_x, terms.weight, terms.x, terms.A.shape[1])
+    terms.columns.check(terms.from_x, terms.weight, terms.x, terms.H.shape[-1])
     from fpexp.ops.fixed_point_sweep import cpu
 
     return cpu.sweep(terms, form, settings)

@@ -68,19 +68,22 @@ def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepR
     """Solve all tokens in order. float32 and float64; other types are computed in float32."""
     dtype = compute_type(terms.x.dtype)
     batch, length, width = terms.x.shape
-    mixer = Mixer.of(form, terms.columns)
-    N = terms.A.shape[1]
+    mixer = Mixer.of(form, terms.columns, width)
+    N = terms.H.shape[-1]
     columns = mixer.rows * mixer.padded
     H = terms.H.to(dtype).clone(memory_format=torch.contiguous_format)
     mask = torch.ones(batch, length, dtype=torch.bool) if terms.mask is None else terms.mask.contiguous()
     value = torch.empty(batch, length, width, dtype=dtype)
     iterations, status = (torch.empty(batch, length, dtype=torch.long) for _ in range(2))
     residual = torch.empty(batch, length, dtype=dtype)
-    norm_weight, norm_bias, norm_epsilon = terms.norm or (terms.D, terms.D, 0.0)
-    by_channel = [_padded_rows(vector.to(dtype), mixer) for vector in (terms.D, norm_weight, norm_bias)]
-    A = _padded_rows(terms.A.to(dtype).T, mixer).view(N, columns // LANES, LANES).transpose(0, 1)
+    norm_weight, norm_bias, norm_epsilon = terms.norm or (terms.D, None, 0.0)
+    by_channel = [
+        _padded_rows(vector.to(dtype), mixer)
+        for vector in (terms.D, norm_weight, torch.zeros_like(terms.D) if norm_bias is None else norm_bias)
+    ]
+    A = _padded_rows(terms.A.to(dtype).T, mixer).view(-1, columns // LANES, LANES).transpose(0, 1)
     known = _room_to_keep(terms, mixer, value) if terms.keep else None
-    rules = Rules.of(settings, float(norm_epsilon) if terms.norm is not None else None)
+    rules = Rules.of(settings, float(norm_epsilon) if terms.norm is not None else None, norm_bias is not None)
     given = (terms.from_x.to(dtype), panels(terms.weight.to(dtype)), terms.x.to(dtype), A, *by_channel)
     nothing = value.new_empty(0)
     kept = (*known.tokens, known.from_s, known.eigenvectors) if known else (nothing,) * len(_Kept._fields)
@@ -88,7 +91,7 @@ def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepR
         -(-batch // ROWS),
         terms.x.numel() * (N + _STEPS_OF_AN_ITERATION),
         mixer,
-        (batch, length, N),
+        (batch, length, N, terms.columns.sizes[3]),
         rules,
         run_table(terms.columns),
         _Given(*map(flat, (*given, terms.y.to(dtype), mask))),
@@ -103,6 +106,7 @@ class Rules(NamedTuple):
     """Norm, stopping and damping of a token's iteration."""
 
     normed: bool
+    centred: bool  # a LayerNorm, which takes out the mean; else an RMSNorm
     norm_epsilon: float
     tolerance: float
     relative: bool
@@ -113,10 +117,11 @@ class Rules(NamedTuple):
     patience: int
 
     @classmethod
-    def of(cls, settings: SweepSettings, norm_epsilon: float | None) -> Rules:
+    def of(cls, settings: SweepSettings, norm_epsilon: float | None, centred: bool = True) -> Rules:
         """Return `settings` as the kernels take them; without a norm where `norm_epsilon` is None."""
         return cls(
             normed=norm_epsilon is not None,
+            centred=centred,
             norm_epsilon=norm_epsilon or 0.0,
             tolerance=settings.tolerance,
             relative=settings.relative,
@@ -133,7 +138,7 @@ class Rules(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """Flat arrays: `weight` in panels, `A` in tiles (N, LANES), and D and the norm's weight and bias in padded rows."""
+    """Flat arrays: `weight` in panels, `A` in tiles (N or 1, LANES); D, the norm's weight and bias in padded rows."""
 
     from_x: Any
     weight: Any
@@ -174,7 +179,7 @@ def _room_to_keep(terms: SweepTerms, mixer: Mixer, value: Tensor) -> KnownTokens
     def room(size: int) -> Tensor:
         return value.new_empty(*value.shape[:-1], size)
 
-    tokens = MixedTokens(room(width), room(width), room(sizes[1]), room(sizes[2]), room(sizes[4]))
+    tokens = MixedTokens(room(width), room(sizes[3]), room(sizes[1]), room(sizes[2]), room(sizes[4]))
     return KnownTokens(value, tokens, room(sum(terms.columns.from_s)), room(eigenvector_room(mixer)))
 
 
@@ -227,10 +232,23 @@ def _decay_and_read(
     H: Any, at: int, columns: int, N: int, delta: Any, A: Any, write: Any, write_at: int, b_before: Any, b_at: int,
     c: Any, base: Any,
 ) -> None:  # fmt: skip
-    """H <- exp(delta A) (H + write b_before^T) and base = H c, in tiles (N, LANES) from H[at] on."""
+    """H <- exp(delta A) (H + write b_before^T) and base = H c, in tiles (N, LANES) from H[at] on.
+
+    One decay serves all N where A has one.
+    """
+    alike = A.size == columns
     for block in range(0, columns, LANES):
         step, before = load(delta, block), load(write, write_at + block)
         total = zeros(step)
+        if alike:
+            decay = exp(step * load(A, block))
+            for n in range(N):
+                i = at + block * N + n * LANES
+                h = (load(H, i) + before * spread(b_before, b_at + n)) * decay
+                store(H, i, h)
+                total = total + h * spread(c, n)
+            store(base, block, total)
+            continue
         for n in range(N):
             i = block * N + n * LANES
             h = (load(H, at + i) + before * spread(b_before, b_at + n)) * exp(step * load(A, i))
@@ -266,7 +284,7 @@ def iterate_token(
             store(f, j, value)
             total = total + value
         if rules.normed:
-            mean = broadcast(lane_sum(total) / real(width))
+            mean = broadcast(lane_sum(total) / real(width)) if rules.centred else zeros(total)
             total = zeros(mean)
             for j in range(0, columns, LANES):
                 value = (load(f, j) - mean) * load(lanes, j)
@@ -304,8 +322,8 @@ def iterate_token(
 
 @njit(error_model="numpy")
 def _read_token(
-    mixer: Any, N: int, x: Any, D: Any, at: int, p: Any, gated: bool, lanes: Any, compact: Any, F: Any, x_t: Any,
-    delta: Any, b: Any, c: Any, gate: Any, g: Any,
+    mixer: Any, N: int, steps: int, x: Any, D: Any, at: int, p: Any, gated: bool, lanes: Any, compact: Any, F: Any,
+    x_t: Any, by_channel: Any, delta: Any, b: Any, c: Any, gate: Any, g: Any,
 ) -> None:  # fmt: skip
     """From the coefficients p of token number `at` to the factors of Q, x_t, delta, unit b and c, the gate and g."""
     width, columns = mixer.rows * mixer.columns, mixer.rows * mixer.padded
@@ -316,9 +334,15 @@ def _read_token(
     l2normalise(b, 0, b.size)
     l2normalise(c, 0, c.size)
     place(x, at * width, mixer, x_t)
-    place(p, delta_at, mixer, delta)
+    if steps == width:
+        place(p, delta_at, mixer, delta)
+    else:
+        head_size = width // steps
+        for head in range(steps):
+            by_channel[head * head_size : (head + 1) * head_size] = p[delta_at + head]
+        place(by_channel, 0, mixer, delta)
     if gated:
-        place(p, delta_at + width, mixer, gate)
+        place(p, delta_at + steps, mixer, gate)
     overlap = p.dtype.type(0)
     for n in range(N):
         overlap += b[n] * c[n]
@@ -333,13 +357,18 @@ def _read_token(
 
 @njit(error_model="numpy")
 def _keep_token(
-    mixer: Any, N: int, tokens: int, at: int, F: Any, mixed: Any, delta: Any, b: Any, c: Any, gate: Any, product: Any,
-    row: int, kept: Any,
+    mixer: Any, N: int, steps: int, tokens: int, at: int, F: Any, mixed: Any, by_channel: Any, delta: Any, b: Any,
+    c: Any, gate: Any, product: Any, row: int, kept: Any,
 ) -> None:  # fmt: skip
     """Copy what `KnownTokens` has of a token; what s contributes to it begins at product[row]."""
     width = mixer.rows * mixer.columns
     take(mixed, mixer, kept.mixed, at * width)
-    take(delta, mixer, kept.delta, at * width)
+    if steps == width:
+        take(delta, mixer, kept.delta, at * width)
+    else:
+        take(delta, mixer, by_channel, 0)
+        for head in range(steps):
+            kept.delta[at * steps + head] = by_channel[head * (width // steps)]
     copy(b, 0, kept.b, at * N, N)
     copy(c, 0, kept.c, at * N, N)
     if kept.gate.size:
@@ -361,18 +390,19 @@ def cleared(size: int, like: Any) -> Any:
 def _sweep_groups(
     first: int, last: int, mixer: Any, sizes: Any, rules: Any, runs: Any, given: Any, found: Any, keep: bool, kept: Any
 ) -> None:
-    batch, length, N = sizes
+    batch, length, N, steps = sizes
     width, columns = mixer.rows * mixer.columns, mixer.rows * mixer.padded
     from_x, weight, x, A, D, norm_weight, norm_bias, carried, mask = given
     H, value, iterations, residual, status = found
     from_s, count = weight.size // width, from_x.size // (batch * length)
-    gated = count > mixer.coefficients + 2 * N + width
+    gated = count > mixer.coefficients + 2 * N + steps
 
     lanes = cleared(columns, x)
     for i in range(mixer.rows):
         lanes[i * mixer.padded : i * mixer.padded + mixer.columns] = 1
     F, b, c = cleared(factor_room(mixer), x), cleared(N + -N % LANES, x), cleared(N + -N % LANES, x)
     x_t, delta, gate = cleared(columns, x), cleared(columns, x), cleared(columns, x)
+    by_channel = cleared(width + LANES, x)
     base, g, mixed, y = cleared(columns, x), cleared(columns, x), cleared(columns, x), cleared(columns, x)
     s, product = cleared(ROWS * width, x), aligned(ROWS * from_s, x)
     p, compact = cleared(count + LANES, x), aligned(triangle_room(mixer), x)
@@ -401,7 +431,9 @@ def _sweep_groups(
                 copy(from_x, at * count, p, 0, count)
                 for run in range(runs.shape[0]):
                     accumulate(product, row * from_s + runs[run, 1], p, runs[run, 0], runs[run, 2])
-                _read_token(mixer, N, x, D, at, p, gated, lanes, compact, F, x_t, delta, b, c, gate, g)
+                _read_token(
+                    mixer, N, steps, x, D, at, p, gated, lanes, compact, F, x_t, by_channel, delta, b, c, gate, g
+                )
                 _decay_and_read(
                     state,
                     row * columns * N,
@@ -420,7 +452,23 @@ def _sweep_groups(
                     mixer, rules, F, x_t, base, g, gated, gate, lanes, norm_weight, norm_bias, f, scratch, mixed, y
                 )
                 if keep:
-                    _keep_token(mixer, N, batch * length, at, F, mixed, delta, b, c, gate, product, row * from_s, kept)
+                    _keep_token(
+                        mixer,
+                        N,
+                        steps,
+                        batch * length,
+                        at,
+                        F,
+                        mixed,
+                        by_channel,
+                        delta,
+                        b,
+                        c,
+                        gate,
+                        product,
+                        row * from_s,
+                        kept,
+                    )
                 for j in range(0, columns, LANES):
                     store(write, row * columns + j, load(delta, j) * load(mixed, j))
                 copy(b, 0, b_before, row * b.size, b.size)

@@ -28,7 +28,7 @@ class Columns:
     """How the columns of what x and s contribute are shared out: mixer coefficients, b, c, delta, z.
 
     `sizes` are those of x's part, where the last is 0 unless the gate stands inside the loop; `from_s` those of s's
-    part, 0 where a dependence is off.
+    part, 0 where a dependence is off. Delta has one column a channel, or one for a head of as many channels each.
     """
 
     sizes: tuple[int, int, int, int, int]
@@ -38,7 +38,7 @@ class Columns:
         """Raise a ValueError where tensors do not fit: kernels do not look where they read."""
         _, b, c, delta, z = self.sizes
         width = x.shape[-1]
-        fits = (b, c, delta) == (N, N, width) and z in (0, width)
+        fits = (b, c) == (N, N) and delta > 0 and width % delta == 0 and z in (0, width)
         fits &= all(present in (0, size) for present, size in zip(self.from_s, self.sizes, strict=True))
         fits &= from_x.shape == (*x.shape[:-1], sum(self.sizes)) and weight.shape == (sum(self.from_s), width)
         if not fits:
@@ -62,7 +62,7 @@ class Columns:
 
 
 class MixedTokens(NamedTuple):
-    """What the scan takes: Q (x - y) + y and delta = softplus(.) (B, T, d), unit b and c (B, T, N).
+    """What the scan takes: Q (x - y) + y (B, T, d), delta = softplus(.) (B, T, d or heads), unit b and c (B, T, N).
 
     `gate` is silu(z) (B, T, d), or None where no gate stands inside the loop.
     """

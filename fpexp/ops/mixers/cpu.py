@@ -57,9 +57,9 @@ class Mixer(NamedTuple):
     power_iterations: int
 
     @classmethod
-    def of(cls, form: MixerForm, columns: Columns) -> Mixer:
-        """Return `form` at the width of `columns`; ValueError where the coefficients are not those of `form`."""
-        kind, width = _KINDS[form.kind], columns.sizes[3]
+    def of(cls, form: MixerForm, columns: Columns, width: int) -> Mixer:
+        """Return `form` at `width` channels; ValueError where the coefficients are not those of `form`."""
+        kind = _KINDS[form.kind]
         rows, row = form.sizes if kind == KRONECKER else (1, width)
         counts = [n + n * (n + 1) // 2 for n in form.sizes] if kind == KRONECKER else [form.sizes[0] * (width + 1)]
         if sum(counts) != columns.sizes[0]:

@@ -63,10 +63,10 @@ def _mix(
     from_x: Tensor, s: Tensor, weight: Tensor, x: Tensor, y: Tensor, columns: Columns, form: MixerForm, keep: bool
 ) -> KnownTokens:
     """Compute; `keep`: the eigenvectors too."""
-    mixer, N = Mixer.of(form, columns), columns.sizes[1]
+    mixer, N, steps = Mixer.of(form, columns, x.shape[-1]), columns.sizes[1], columns.sizes[3]
     leading = x.shape[:-1]
     from_s = functional.linear(s, weight).to(x.dtype)
-    outputs = [x.new_empty(*leading, size) for size in (x.shape[-1], x.shape[-1], N, N, columns.sizes[4])]
+    outputs = [x.new_empty(*leading, size) for size in (x.shape[-1], steps, N, N, columns.sizes[4])]
     eigenvectors = x.new_empty(*leading, eigenvector_room(mixer) if keep else 0)
     _forward.run(
         leading.numel(),
@@ -110,7 +110,7 @@ class _MixTokens(torch.autograd.Function):
         _backward.run(
             tokens,
             x.numel() * _STEPS_OF_A_TOKEN,
-            Mixer.of(ctx.form, ctx.columns),
+            Mixer.of(ctx.form, ctx.columns, x.shape[-1]),
             tokens,
             ctx.columns.sizes[1],
             run_table(ctx.columns),
@@ -144,7 +144,7 @@ def _mix_tokens(
 ) -> None:  # fmt: skip
     width, padded = mixer.rows * mixer.columns, mixer.rows * mixer.padded
     count, others = from_x.size // tokens, from_s.size // tokens
-    vectors = kept.size // tokens
+    vectors, steps = kept.size // tokens, delta.size // tokens
     b_at, c_at, delta_at = mixer.coefficients, mixer.coefficients + N, mixer.coefficients + 2 * N
     lanes = _real_lanes(mixer, x)
     p = np.zeros(count + LANES, x.dtype)
@@ -170,12 +170,12 @@ def _mix_tokens(
             copy_padded(p, at, unit, 0, N)
             l2normalise(unit, 0, unit.size)
             copy(unit, 0, out, token * N, N)
-        for j in range(0, width, LANES):
+        for j in range(0, steps, LANES):
             store(row, j, softplus(load(p, delta_at + j)))
-        copy(row, 0, delta, token * width, width)
+        copy(row, 0, delta, token * steps, steps)
         if gate.size:
             for j in range(0, width, LANES):
-                z = load(p, delta_at + width + j)
+                z = load(p, delta_at + steps + j)
                 store(row, j, z * sigmoid(z))
             copy(row, 0, gate, token * width, width)
 
@@ -186,7 +186,7 @@ def _mix_tokens_back(
 ) -> None:  # fmt: skip
     width, padded = mixer.rows * mixer.columns, mixer.rows * mixer.padded
     count, others = from_x.size // tokens, from_s.size // tokens
-    vectors = kept.size // tokens
+    vectors, steps = kept.size // tokens, d_delta.size // tokens
     b_at, c_at, delta_at = mixer.coefficients, mixer.coefficients + N, mixer.coefficients + 2 * N
     lanes = _real_lanes(mixer, x)
     p, dp = np.zeros(count + LANES, x.dtype), np.zeros(count + LANES, x.dtype)
@@ -219,15 +219,15 @@ def _mix_tokens_back(
             scale = l2normalise(unit, 0, unit.size)
             l2normalise_back(unit, d_unit, 0, unit.size, scale)
             copy(d_unit, 0, dp, at, N)
-        copy(d_delta, start, row, 0, width)
-        for j in range(0, width, LANES):
+        copy(d_delta, token * steps, row, 0, steps)
+        for j in range(0, steps, LANES):
             store(row, j, load(row, j) * sigmoid(load(p, delta_at + j)))
-        copy(row, 0, dp, delta_at, width)
+        copy(row, 0, dp, delta_at, steps)
         if d_gate.size:
             copy(d_gate, start, row, 0, width)
             for j in range(0, width, LANES):
-                store(row, j, silu_back(load(p, delta_at + width + j), load(row, j)))
-            copy(row, 0, dp, delta_at + width, width)
+                store(row, j, silu_back(load(p, delta_at + steps + j), load(row, j)))
+            copy(row, 0, dp, delta_at + steps, width)
         copy(dp, 0, d_from_x, token * count, count)
 
 

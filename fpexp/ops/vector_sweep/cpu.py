@@ -43,7 +43,7 @@ def sweep(terms: VectorTerms, form: MixerForm, settings: SweepSettings) -> Sweep
     """Solve all tokens in order. float32 and float64; other types are computed in float32."""
     dtype = compute_type(terms.v.dtype)
     batch, length, width = terms.v.shape
-    mixer = Mixer.of(form, terms.columns)
+    mixer = Mixer.of(form, terms.columns, width)
     mask = torch.ones(batch, length, dtype=torch.bool) if terms.mask is None else terms.mask
     value = torch.empty(batch, length, width, dtype=dtype)
     h = torch.empty(batch, 1, width, dtype=dtype)
