@@ -112,7 +112,7 @@ def test_solve_scaling(cli: CommandLine) -> None:
 
 
 def test_selective_scan(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fpexp.bench.selective_scan.peak_extra", lambda prepare, **arguments: 1000)
+    monkeypatch.setattr("fpexp.bench.differentiated.peak_extra", lambda prepare, **arguments: 1000)
     found = rows(cli, "selective_scan", "batch_size=1", "length=4", "width=3", "state_size=2")
     names = {name: row for (_, name), row in found.items()}
     assert list(names) == ["cpu", "reference", "mambapy", "transformers"]
