@@ -86,16 +86,27 @@ def check(config: RunConfig) -> Experiment:
             f"schedule={config.choices.schedule} caps whole-sequence iterations, which the sequential solver does not "
             "make; use solver=picard, or schedule=converge"
         )
+    model = _sketch(config, task)
+    check_training(config, task, model)
+    check_evaluation(config, task, model, config.evaluation.lengths, "evaluation.lengths", "evaluation.batch_size")
+    return Experiment(config, task, model, schedule, notes)
+
+
+def parameter_count(config: RunConfig) -> int:
+    """Return the number of trainable parameters of a run's model, without the memory that they take."""
+    config, _ = settle(config)
+    return _sketch(config, make(config.task)).parameter_count()
+
+
+def _sketch(config: RunConfig, task: Task) -> LanguageModel:
+    """Return the model with weights that take no memory."""
     try:
         with torch.device("meta"):
-            model = _make_model(config, task)
+            return _make_model(config, task)
     except (RuntimeError, TypeError) as error:
         if is_out_of_memory(error):
             raise UserError("no memory holds a model of this size; lower model.d_model or its other sizes") from error
         raise
-    check_training(config, task, model)
-    check_evaluation(config, task, model, config.evaluation.lengths, "evaluation.lengths", "evaluation.batch_size")
-    return Experiment(config, task, model, schedule, notes)
 
 
 def _make_model(config: RunConfig, task: Task) -> LanguageModel:

@@ -12,6 +12,7 @@ from fpexp.errors import FpexpError, Interrupted, UserError
 COMMANDS = {
     "train": "train a run, resume one, or sweep with -m",
     "evaluate": "measure a recorded run at other lengths",
+    "generate": "what a recorded run makes of a prompt, token by token",
     "runs": "list recorded runs",
     "bench": "time this machine against named baselines",
     "list": "list tasks, models, solvers, schedules, gradients, scales, experiments",

@@ -243,9 +243,12 @@ def all_states(problem: FPMambaProblem, y: Tensor) -> Tensor:
     return torch.stack(states, dim=1)
 
 
+TINY_SIZES = {"state_size": 4, "head_size": 8, "heads": 2}
+
+
 def tiny(*overrides: str) -> Experiment:
-    """The experiment that `fpexp train` would build for A4 on a CPU, at d_model 8 and state size 4."""
-    words = ["task=a4", "device=cpu", "model.d_model=8", *overrides]
-    if not any(word == "model=lstm" for word in overrides):
-        words.append("model.state_size=4")
-    return build(compose(words))
+    """The experiment that `fpexp train` would build for A4 on a CPU, at d_model 8 and the sizes of `TINY_SIZES`."""
+    words = ["task=a4", "device=cpu", "model.d_model=8"]
+    settings = compose([*words, *overrides]).model.settings
+    sizes = [f"model.{name}={size}" for name, size in TINY_SIZES.items() if name in settings]
+    return build(compose([*words, *sizes, *overrides]))

@@ -1,4 +1,4 @@
-"""fpexp list: what conf/ offers."""
+"""fpexp list: what conf/ offers; of models, with their sizes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,46 @@ from fpexp.errors import UserError
 
 KINDS = ("tasks", "models", "solvers", "schedules", "gradients", "scales", "experiments")
 
+SIZED_TASK = "task=a5"
+"""The task whose vocabulary and widths the sizes are for, unless another is named."""
+
 
 def run(arguments: list[str]) -> int:
-    """Print one line for each choice of the kinds asked for, or of all."""
-    for kind in arguments:
+    """Print one line for each choice of the kinds asked for, or of all; for models alone, their parameter counts."""
+    kinds = [word for word in arguments if "=" not in word]
+    settings = [word for word in arguments if "=" in word]
+    for kind in kinds:
         if kind not in KINDS:
             raise UserError(f"unknown kind '{kind}'{did_you_mean(kind, KINDS)} ({', '.join(KINDS)})")
-    for kind in arguments or KINDS:
-        if len(arguments) != 1:
+    if kinds == ["models"]:
+        _print_sizes(settings)
+        return 0
+    if settings:
+        raise UserError(f"'{settings[0]}' has a meaning with models alone: fpexp list models {settings[0]}")
+    for kind in kinds or KINDS:
+        if len(kinds) != 1:
             print(f"{kind}:")
-        indent = "" if len(arguments) == 1 else "  "
+        indent = "" if len(kinds) == 1 else "  "
         for name, text in choices(kind.removesuffix("s")).items():
             print(f"{indent}{name:<16} {text}")
     return 0
+
+
+def _print_sizes(settings: list[str]) -> None:
+    """One line a model: name, parameters at each scale, description. `settings` are words as train takes them."""
+    from fpexp.build import parameter_count
+    from fpexp.config.compose import compose
+
+    if not any(word.startswith(("task=", "experiment=")) for word in settings):
+        settings = [SIZED_TASK, *settings]
+    for word in settings:
+        if word.startswith(("model=", "scale=")):
+            raise UserError(f"'{word}': every model is listed at every scale; leave it out")
+    scales = sorted(choices("scale"), key=("cpu", "gpu", "paper").index)
+    rows = {
+        name: [parameter_count(compose([*settings, f"model={name}", f"scale={scale}"])) for scale in scales]
+        for name in choices("model")
+    }
+    print(f"{'parameters':<16} " + " ".join(f"{f'scale={scale}':>12}" for scale in scales) + f"  {' '.join(settings)}")
+    for name, text in choices("model").items():
+        print(f"{name:<16} " + " ".join(f"{count:>12,}" for count in rows[name]) + f"  {text}")

@@ -28,6 +28,14 @@ usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=1024] 
 Measures a recorded run's checkpoint at other lengths, prints the rows and keeps them with a picture under the
 run's evaluations/ folder."""
 
+GENERATE = """\
+usage: fpexp generate run=<run id or folder> prompt='<text>' [limit=256] [checkpoint=newest|best] [device=cpu]
+                      [results_dir=results]
+
+Reads a prompt with a recorded run's model and prints what it makes of it, and how large a state it carries. Of a task
+with an answer at every token (word problems: element numbers, such as prompt='3 17 5'), the answers, one token read at
+a time, above the right ones; of a task that writes its answer, the prompt and what follows, at most `limit` tokens."""
+
 RUNS = """\
 usage: fpexp runs [results_dir=results]
 
@@ -51,8 +59,10 @@ Packages to compare with come with pip install 'fpexp[bench]'; what is not insta
 
 LIST = """\
 usage: fpexp list [tasks|models|solvers|schedules|gradients|scales|experiments]
+       fpexp list models [task=<task>] [<key>=<value> ...]
 
-Lists what conf/ offers, one line each."""
+Lists what conf/ offers, one line each. `fpexp list models` counts each model's parameters at every scale, for task=a5
+or what is named as for train: fpexp list models task=s5 model.d_model=128"""
 
 DOCTOR = """\
 usage: fpexp doctor [results_dir=results]
@@ -60,7 +70,7 @@ usage: fpexp doctor [results_dir=results]
 Shows versions, devices, the backend that each op would use and free disk. Exit code 1, with the mend, when something
 is missing."""
 
-TEXTS = {"evaluate": EVALUATE, "runs": RUNS, "list": LIST, "doctor": DOCTOR}
+TEXTS = {"evaluate": EVALUATE, "generate": GENERATE, "runs": RUNS, "list": LIST, "doctor": DOCTOR}
 
 
 def describe(command: str) -> str:

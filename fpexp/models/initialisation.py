@@ -6,7 +6,7 @@ import math
 from typing import Annotated
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fpexp.errors import UserError
 from fpexp.ranges import Range
@@ -26,3 +26,17 @@ def check_delta_range(delta_range: tuple[float, float]) -> None:
     """Raise a `UserError` where the range does not ascend."""
     if delta_range[0] > delta_range[1]:
         raise UserError(f"model.delta_range={list(delta_range)} must ascend")
+
+
+def delta_projection(rank: int, width: int, delta_range: tuple[float, float]) -> nn.Linear:
+    """Return W_dt and b_dt of Mamba: uniform at the scale of the rank, and a bias from `delta_bias`."""
+    projection = nn.Linear(rank, width)
+    nn.init.uniform_(projection.weight, -(rank**-0.5), rank**-0.5)
+    with torch.no_grad():
+        projection.bias.copy_(delta_bias(width, delta_range))
+    return projection
+
+
+def s4d_real(width: int, state_size: int) -> Tensor:
+    """Return A_log (width, state_size) with which A = -exp(A_log) has the rates 1, 2, ..., state_size."""
+    return torch.arange(1.0, state_size + 1).log().repeat(width, 1)

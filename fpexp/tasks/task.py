@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -68,3 +68,32 @@ class Task(Protocol):
     def expected_overlap(self, length: int, drawn: int) -> float:
         """Return the expected share of fresh sequences of `length` that are among `drawn` training sequences."""
         ...
+
+
+@runtime_checkable
+class Prompted(Protocol):
+    """A task whose sequences can be written as text."""
+
+    def read_prompt(self, text: str) -> Tensor:
+        """Return the tokens (T,), T >= 1, of what a user wrote; a `UserError` names what cannot be read."""
+        ...
+
+    def write(self, tokens: Tensor) -> str:
+        """Return tokens (T,) as text."""
+        ...
+
+
+@runtime_checkable
+class Tagging(Protocol):
+    """A prompted task with an answer at every token."""
+
+    def tag(self, inputs: Tensor) -> Tensor:
+        """Return the targets of inputs (B, T), `IGNORE` where nothing is scored."""
+        ...
+
+
+@runtime_checkable
+class Generating(Protocol):
+    """A prompted task whose answer is written after the prompt, up to `stop_token`."""
+
+    stop_token: int

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from fpexp.errors import UserError
 from fpexp.ranges import Count, CountOrZero
@@ -42,11 +43,33 @@ class WordProblem:
     def sample(self, size: int, length: int, generator: torch.Generator) -> Batch:
         """Draw `size` sequences of `length` elements; (size, length), or one longer with `bos`."""
         inputs = torch.randint(self.group.order, (size, length), generator=generator)
-        targets = self.group.running_products(inputs)
         if self.bos:
             inputs = torch.cat([torch.full((size, 1), self.group.order), inputs], dim=1)
-            targets = torch.cat([torch.full((size, 1), IGNORE), targets], dim=1)
-        return Batch(inputs, targets)
+        return Batch(inputs, self.tag(inputs))
+
+    def tag(self, inputs: Tensor) -> Tensor:
+        """Return the running products of inputs (B, T); the begin-of-sequence token is not scored."""
+        if not self.bos:
+            return self.group.running_products(inputs)
+        return torch.cat([torch.full_like(inputs[:, :1], IGNORE), self.group.running_products(inputs[:, 1:])], dim=1)
+
+    def read_prompt(self, text: str) -> Tensor:
+        """Read element numbers, such as '3 17 5'; with `bos` its token comes first."""
+        words = text.replace(",", " ").split()
+        if not words:
+            raise UserError(f"the prompt is empty; write element numbers below {self.group.order}, such as '1 2 0'")
+        for word in words:
+            if not (word.isascii() and word.isdigit() and len(word) < 10 and int(word) < self.group.order):
+                shown = word if len(word) < 20 else f"{word[:16]}..."
+                raise UserError(
+                    f"the prompt has '{shown}', which is no element of {self.group.name}; "
+                    f"elements are the numbers 0 to {self.group.order - 1}"
+                )
+        return torch.tensor([self.group.order] * self.bos + [int(word) for word in words])
+
+    def write(self, tokens: Tensor) -> str:
+        """Return element numbers, as `read_prompt` takes them."""
+        return " ".join("bos" if token == self.group.order else str(token) for token in tokens.tolist())
 
     def input_length(self, length: int) -> int:
         """Return the number of input tokens: one more with `bos`."""

@@ -17,6 +17,7 @@ import fpexp
 from fpexp.build import build
 from fpexp.cli import COMMANDS
 from fpexp.config.catalogue import choices
+from fpexp.config.compose import compose
 from fpexp.errors import Interrupted
 from fpexp.models import LanguageModel
 from fpexp.run import start_run
@@ -189,7 +190,21 @@ def test_runs_of_nothing(cli: CommandLine) -> None:
     assert not Path("elsewhere").exists()
 
 
-@pytest.mark.parametrize("kind", ["task", "model", "solver", "schedule", "gradient", "scale", "experiment"])
+def test_list_models_counts_their_parameters(cli: CommandLine) -> None:
+    """One line a model, its count at each scale that of the model which `train` builds."""
+    answer = cli("list", "models", "task=a4", "model.d_model=16")
+    assert answer.code == 0
+    header, *lines = answer.out.splitlines()
+    assert header.split() == ["parameters", "scale=cpu", "scale=gpu", "scale=paper", "task=a4", "model.d_model=16"]
+    assert [line.split()[0] for line in lines] == list(choices("model"))
+    for line in lines:
+        name, *counts = line.split()[:4]
+        built = build(compose(["task=a4", "model.d_model=16", f"model={name}"])).model
+        assert counts[0] == f"{sum(parameter.numel() for parameter in built.parameters()):,}"
+    assert "task=a5" in cli("list", "models").out.splitlines()[0]
+
+
+@pytest.mark.parametrize("kind", ["task", "solver", "schedule", "gradient", "scale", "experiment"])
 def test_list_has_a_line_for_each_choice(cli: CommandLine, kind: str) -> None:
     answer = cli("list", f"{kind}s")
     assert answer.code == 0
@@ -330,6 +345,9 @@ assert taken < 0.5, taken
         (["evaluate", "run=nope", "lengths=[]"], ["lengths=[] is empty"]),
         (["evaluate", "run=nope", "lengths=[2,"], ["cannot read 'lengths=[2,'"]),
         (["evaluate", "run=nope", "samples=0"], ["samples=0 is out of range"]),
+        (["list", "tasks", "model.d_model=8"], ["model.d_model=8", "fpexp list models"]),
+        (["list", "models", "scale=cpu"], ["'scale=cpu'", "every scale"]),
+        (["list", "models", "task=a55"], ["did you mean 'a5'?"]),
         (["list", "modles"], ["unknown kind 'modles'; did you mean 'models'?", "tasks"]),
         (["runs", "result_dir=x"], ["unknown key 'result_dir'; did you mean 'results_dir'?"]),
     ],

@@ -1,0 +1,74 @@
+"""Reading token by token with a carried state: tags of a prompt, and greedy continuations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fpexp.models import DecodingState, LanguageModel
+
+
+@dataclass(frozen=True)
+class Read:
+    """`tokens` (B, T): the likeliest output at each position that was read or written.
+
+    `state_bytes` are what the model carried after the first step and after the last.
+    """
+
+    tokens: Tensor
+    state_bytes: tuple[int, int]
+
+
+def tag(model: LanguageModel, inputs: Tensor) -> Read:
+    """Read inputs (B, T) one token at a time; return the likeliest output at each."""
+    state: DecodingState | None = None
+    outputs, sizes = [], []
+    for token in inputs.split(1, dim=1):
+        output, state = model.decode(token, state)
+        outputs.append(output.logits.argmax(-1))
+        sizes.append(state_bytes(state))
+    return Read(torch.cat(outputs, dim=1), (sizes[0], sizes[-1]))
+
+
+def continue_greedily(model: LanguageModel, prompt: Tensor, stop_token: int | None, limit: int) -> Read:
+    """Read the prompt (B, T) at once, then write the likeliest token, at most `limit` times, and read it in turn.
+
+    After its first `stop_token` a sequence holds nothing but that; when all have one, no more is written. So `tokens`
+    is (B, n), 1 <= n <= limit. ValueError where `limit` is not positive.
+    """
+    if limit < 1:
+        raise ValueError(f"limit must be at least 1, not {limit}")
+    output, state = model.decode(prompt)
+    first_size = state_bytes(state)
+    written = [output.logits[:, -1:].argmax(-1)]
+    ended = torch.zeros_like(written[0], dtype=torch.bool)
+    while len(written) < limit:
+        if stop_token is not None:
+            ended = ended | (written[-1] == stop_token)
+            if bool(ended.all()):
+                break
+        output, state = model.decode(written[-1], state)
+        token = output.logits.argmax(-1)
+        written.append(token if stop_token is None else token.masked_fill(ended, stop_token))
+    return Read(torch.cat(written, dim=1), (first_size, state_bytes(state)))
+
+
+def state_bytes(state: Any) -> int:
+    """Return the memory of all tensors in a decoding state."""
+    return sum(tensor.nbytes for tensor in _tensors(state))
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif dataclasses.is_dataclass(state) and not isinstance(state, type):
+        for field in dataclasses.fields(state):
+            yield from _tensors(getattr(state, field.name))
+    elif isinstance(state, tuple | list):
+        for part in state:
+            yield from _tensors(part)

@@ -1,0 +1,105 @@
+"""Mamba (Gu and Dao 2023): the diagonal baseline, and what FP-Mamba is without its iteration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fpexp.errors import UserError
+from fpexp.fixed_point import Cap, SolveResult
+from fpexp.models.blocks import residual_model
+from fpexp.models.initialisation import Delta, check_delta_range, delta_projection, s4d_real
+from fpexp.models.lm import LanguageModel, SequenceLayer
+from fpexp.models.short_convolution import ShortConvolution
+from fpexp.ops.kernel import compute_type
+from fpexp.ops.selective_scan import selective_scan
+from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What the past leaves behind: `H` (B, d, N), and the convolution's last inputs (B, conv_width - 1, d)."""
+
+    H: Tensor
+    inputs: Tensor | None
+
+
+class MambaLayer(SequenceLayer):
+    """One Mamba layer, (B, T, d_model) -> (B, T, d_model), inner width d.
+
+    x, z = W_in u;  x = silu(conv(x));  delta = softplus(W_dt W_r x + b_dt);  b, c = W x
+    H_t = exp(delta_t A) * H_{t-1} + (delta_t * x_t) b_t^T;  output W_out(silu(z_t) * (H_t c_t + D * x_t))
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        width: int,
+        state_size: int,
+        dt_rank: int,
+        conv_width: int,
+        delta_range: tuple[float, float],
+    ) -> None:
+        super().__init__()
+        self.output_size = d_model
+        self.x_sizes = (dt_rank, state_size, state_size)
+        self.in_projection = nn.Linear(d_model, 2 * width, bias=False)
+        self.convolution = ShortConvolution(width, conv_width) if conv_width else None
+        self.x_projection = nn.Linear(width, sum(self.x_sizes), bias=False)
+        self.dt_projection = delta_projection(dt_rank, width, delta_range)
+        self.A_log = nn.Parameter(s4d_real(width, state_size))
+        self.D = nn.Parameter(torch.ones(width))
+        self.out_projection = nn.Linear(width, d_model, bias=False)
+
+    def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
+        """Return the output; there is nothing to solve, and padding on the right changes nothing before it."""
+        x, z = self.in_projection(u).chunk(2, dim=-1)
+        x = functional.silu(x) if self.convolution is None else self.convolution(x)
+        return self._scan(x, z, None)[0], ()
+
+    def decode(self, u: Tensor, state: Carried | None) -> tuple[Tensor, tuple[SolveResult, ...], Carried]:
+        """Return the output, no solves, and what the tokens so far leave behind."""
+        x, z = self.in_projection(u).chunk(2, dim=-1)
+        inputs = None
+        if self.convolution is None:
+            x = functional.silu(x)
+        else:
+            x, inputs = self.convolution.decode(x, None if state is None else state.inputs)
+        output, H = self._scan(x, z, None if state is None else state.H)
+        return output, (), Carried(H, inputs)
+
+    def _scan(self, x: Tensor, z: Tensor, H: Tensor | None) -> tuple[Tensor, Tensor]:
+        dt, b, c = self.x_projection(x).split(self.x_sizes, dim=-1)
+        before = self.dt_projection(dt)
+        delta = functional.softplus(before.to(compute_type(before.dtype)))
+        y, H = selective_scan(x, delta, -self.A_log.exp(), b, c, self.D, H)
+        return self.out_projection(functional.silu(z) * y), H
+
+
+def mamba(
+    vocabulary_size: int,
+    *,
+    d_model: Count,
+    layers: Depth,
+    expand: Positive,
+    state_size: Count,
+    dt_rank: Count | None,
+    conv_width: CountOrZero,
+    delta_range: tuple[Delta, Delta],
+    mlp_expand: NonNegative,
+    dropout: Probability,
+) -> LanguageModel:
+    """Return a Mamba language model of inner width expand * d_model."""
+    width = round(expand * d_model)
+    if width < 1:
+        raise UserError(f"model.expand={expand:g} times model.d_model={d_model} is an inner width of 0; raise one")
+    check_delta_range(delta_range)
+
+    def layer() -> MambaLayer:
+        return MambaLayer(d_model, width, state_size, dt_rank or math.ceil(d_model / 16), conv_width, delta_range)
+
+    return residual_model(vocabulary_size, d_model, layers, mlp_expand, dropout, layer)

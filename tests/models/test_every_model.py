@@ -1,0 +1,163 @@
+"""What holds for every choice of `model`: decoding, causality, padding, short inputs, training."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from helpers import tiny
+from torch import Tensor, nn
+
+from fpexp.config.catalogue import choices
+from fpexp.fixed_point import Cap
+from fpexp.models import LanguageModel
+from fpexp.training.optimizer import parameter_groups
+
+MODELS = sorted(choices("model"))
+BASELINES = [name for name in MODELS if not name.startswith("fp_")]
+EXACT = "precision=float64"
+CAP = Cap(4, stop_early=False)
+
+every_model = pytest.mark.parametrize("name", MODELS)
+baselines = pytest.mark.parametrize("name", BASELINES)
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(12, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def loss(model: LanguageModel, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
+    logits = model(inputs, CAP, mask).logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), inputs.roll(1, dims=1).flatten())
+
+
+def decoded(model: LanguageModel, inputs: Tensor, parts: list[int]) -> Tensor:
+    state, logits = None, []
+    for part in inputs.split(parts, dim=1):
+        output, state = model.decode(part, state)
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
+@baselines
+@pytest.mark.parametrize("mlp", [False, True])
+@pytest.mark.parametrize("parts", [[64, 66], [1, 129], [1] * 130], ids=["64+66", "1+129", "one by one"])
+def test_any_cut_gives_the_logits_of_one_pass(name: str, mlp: bool, parts: list[int]) -> None:
+    """CASES.md 17, in float32."""
+    words = ["model.mlp_expand=2"] if mlp and name != "lstm" else []
+    model = tiny(f"model={name}", "model.layers=2", *words).model.eval()
+    inputs = tokens(3, 130)
+    torch.testing.assert_close(decoded(model, inputs, parts), model(inputs).logits, rtol=0, atol=1e-4)
+
+
+@baselines
+def test_what_comes_later_changes_nothing_before(name: str) -> None:
+    """CASES.md 6."""
+    model = tiny(f"model={name}", EXACT).model.eval()
+    inputs = tokens(2, 32)
+    changed = inputs.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 12
+    before, after = model(inputs).logits, model(changed).logits
+    torch.testing.assert_close(before[:, :20], after[:, :20], rtol=0, atol=1e-12)
+    assert (before[:, 20:] - after[:, 20:]).abs().amax(-1).gt(1e-9).all()
+
+
+@baselines
+def test_padding_on_the_right_changes_nothing_real(name: str) -> None:
+    """CASES.md 18."""
+    model = tiny(f"model={name}", EXACT).model.eval()
+    inputs = tokens(1, 12)
+    padded = torch.cat([inputs, tokens(1, 5, seed=1)], dim=1).expand(3, -1)
+    mask = torch.arange(17).lt(12).expand(3, -1)
+    expected = model(inputs).logits.expand(3, -1, -1)
+    torch.testing.assert_close(model(padded, mask=mask).logits[:, :12], expected, rtol=0, atol=1e-12)
+
+
+@every_model
+@pytest.mark.parametrize("length", [1, 3])
+def test_short_inputs(name: str, length: int) -> None:
+    """CASES.md 8: below the width of a convolution, batch 1, training and evaluation."""
+    model = tiny(f"model={name}").model
+    for training in (True, False):
+        model.train(training)
+        value = loss(model, tokens(1, length))
+        value.backward()
+        assert value.isfinite()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@every_model
+def test_two_steps_teach_every_parameter(name: str) -> None:
+    """A finite gradient that is not zero, and a loss that falls."""
+    model = tiny(f"model={name}", EXACT).model
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        value = loss(model, tokens(8, 9))
+        value.backward()
+        losses.append(value.item())
+        for parameter_name, parameter in model.named_parameters():
+            assert parameter.grad is not None, parameter_name
+            assert parameter.grad.isfinite().all(), parameter_name
+        optimizer.step()
+    assert losses[2] < losses[0]
+    silent = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
+    assert not silent
+
+
+@baselines
+def test_bfloat16_is_near_float32(name: str) -> None:
+    """CASES.md 14: autocast leaves the weights in float32."""
+    model = tiny(f"model={name}", "model.dropout=0").model.eval()
+    inputs = tokens(2, 7)
+    exact = model(inputs, CAP).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = model(inputs, CAP).logits
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=2e-2 * float(exact.abs().max()) + 5e-3)
+
+
+@every_model
+def test_every_parameter_is_in_one_group(name: str) -> None:
+    """CASES.md 15: vectors, A_log and D are not decayed."""
+    model = tiny(f"model={name}").model
+    decayed, exempt = (group["params"] for group in parameter_groups(model, 0.1))
+    assert isinstance(decayed, list)
+    assert isinstance(exempt, list)
+    ids = [id(parameter) for parameter in decayed + exempt]
+    assert sorted(ids) == sorted(id(parameter) for parameter in model.parameters())
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert all(p.ndim >= 2 and names[id(p)].rpartition(".")[2] not in ("A_log", "D") for p in decayed)
+
+
+@every_model
+def test_delta_starts_in_its_range(name: str) -> None:
+    """CASES.md 15, after the whole model is built."""
+    experiment = tiny(f"model={name}")
+    settings = experiment.config.model.settings
+    if "delta_range" not in settings:
+        pytest.skip("no delta")
+    low, high = settings["delta_range"]
+    biases = [p for n, p in experiment.model.named_parameters() if n.endswith(("dt_projection.bias", "dt_bias"))]
+    assert len(biases) == settings["layers"]
+    for bias in biases:
+        delta = nn.functional.softplus(bias)
+        assert delta.min() >= 0.999 * low
+        assert delta.max() <= 1.001 * high
+
+
+@every_model
+def test_accumulated_micro_batches_are_the_batch(name: str) -> None:
+    """CASES.md 31: the gradient of 8 sequences is that of 4 times 2."""
+    whole = tiny(f"model={name}", EXACT).model.eval()
+    parts = copy.deepcopy(whole)
+    inputs = tokens(8, 6)
+    loss(whole, inputs).backward()
+    for part in inputs.split(2):
+        (loss(parts, part) / 4).backward()
+    for (parameter_name, one), other in zip(whole.named_parameters(), parts.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-6, atol=1e-10, msg=parameter_name)
