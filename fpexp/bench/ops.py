@@ -26,8 +26,13 @@ some 5 to 10 calls of torch a step and twice that backward, whose cost is that o
 every step and that come back from main memory.
 
 All of it is T times a constant, so a doubling costs 2, less what a call costs once, more where the inputs of the longer
-sequence no longer fit a cache that those of the shorter did. Peak extra memory is measured in a child process (see
-`memory`) at `length`, y and the gradients included, in units of the inputs.
+sequence no longer fit a cache that those of the shorter did. And more where the allocator asks the system for fresh
+pages: one fault each 4 KB, which costs diagonal_scan several times its own work and is there in some rounds and not in
+others, by what the contender before gave back. glibc keeps its blocks, for all contenders alike, with
+MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000 in the environment.
+
+Peak extra memory is measured in a child process (see `memory`) at `length`, y and the gradients included, in units of
+the inputs.
 """
 
 from __future__ import annotations
@@ -158,7 +163,7 @@ def contenders(sizes: Sizes, context: Context) -> Iterator[Contender]:
     for name in sizes.ops:
         if name not in OPS:
             raise UserError(f"unknown op '{name}'{did_you_mean(name, OPS)} ({', '.join(OPS)})")
-    for name in sizes.ops:
+    for name in dict.fromkeys(sizes.ops):
         yield from _of_op(name, sizes, context.threads)
 
 

@@ -106,6 +106,11 @@ def test_without_kernels_the_loop_alone_is_there() -> None:
     assert not loop.missing
 
 
+def test_an_op_that_is_named_twice_is_timed_once() -> None:
+    twice = ops.Sizes(ops=["selective_scan", "selective_scan"], batch_size=2, length=12, width=6)
+    assert [c.name for c in ops.contenders(twice, CONTEXT)] == [c.name for c in of("selective_scan")]
+
+
 def test_an_op_that_does_not_exist() -> None:
     with pytest.raises(UserError, match=r"^unknown op 'diagonal_scn'; did you mean 'diagonal_scan'\? \(selective_scan"):
         of("diagonal_scn")
