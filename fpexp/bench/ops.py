@@ -20,10 +20,10 @@ forward and backward read and write at least, each argument once a pass (d = hea
 
 So diagonal_scan is bound by memory, 32 B T d bytes / bandwidth, and selective_scan by instructions (see it).
 ssd and the delta rule are matrix products, bound by multiply-adds / (cores * lanes * 2 * clock) where the blocks are
-large enough; the delta rule's triangular solve, a chunk after the other, is what keeps it from that. The loops make
-some 5 to 10 calls of torch a step and twice that backward, whose cost is that of the call where the state is small
-(B d numbers, diagonal_scan) and else of passes over arrays of a state, B d N or B d V numbers, that autograd keeps for
-every step and that come back from main memory.
+large enough; the delta rule also solves a triangular system a chunk, less parallel than a product. The loops make some
+5 to 10 calls of torch a step and twice that backward, which cost a call each where the state is small (diagonal_scan,
+B d numbers), and else passes over arrays of a state, B d N or B d V numbers, that autograd keeps for every step and
+that come back from main memory.
 
 All of it is T times a constant, so a doubling costs 2, less what a call costs once, more where the inputs of the longer
 sequence no longer fit a cache that those of the shorter did. And more where the allocator asks the system for fresh
