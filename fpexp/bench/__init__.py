@@ -42,6 +42,11 @@ BENCHMARKS = {
         "the scan, forward and backward, against published packages",
         "batch_size=8 length=512 width=256 state_size=16",
     ),
+    "ops": Entry(
+        "fpexp.bench.ops",
+        "each op, fused, against its loop over tokens, and as the length doubles",
+        "ops=[selective_scan,ssd,delta_rule,delta_product,diagonal_scan] batch_size=8 length=512 width=256",
+    ),
     "second_start": Entry(
         "fpexp.bench.second_start",
         "`fpexp train` to its first step, kernels compiled before",

@@ -25,30 +25,29 @@ Peak extra memory is measured in a child process (see `memory`), gradients and r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fpexp.bench.context import NOT_INSTALLED, Context
-from fpexp.bench.measure import Check, Contender, Target, stopwatch
-from fpexp.bench.memory import peak_extra
-from fpexp.errors import UserError
+from fpexp.bench.differentiated import (
+    Case,
+    Function,
+    compare,
+    draw,
+    extra_memory,
+    forward_backward,
+    log_uniform,
+    why_not_fused,
+)
+from fpexp.bench.measure import Contender, Target, stopwatch
 from fpexp.machine import set_threads
-from fpexp.ops.backend import choose
 from fpexp.ops.selective_scan import selective_scan
-from fpexp.randomness import seeded
 from fpexp.ranges import Count
-
-Scan = Callable[..., Tensor]
-"""(x, delta, A, b, c, D) -> y (B, T, d)."""
-
-TINY = 1e-30  # the gradient of A is zero at length 1
-LIMIT = 1e-4
-"""Largest error of y or a gradient in float32, relative to its largest entry."""
 
 SPEED = Target("ratio", at_least=5.0)
 MEMORY = Target("memory_of_inputs", at_most=4.0)
@@ -65,16 +64,14 @@ class Sizes:
     state_size: Count = 16
 
 
-def cpu() -> Scan:
+def cpu() -> Function:
     """Our fused backend; ImportError where it cannot run."""
-    try:
-        choose("selective_scan", torch.device("cpu"), "cpu")
-    except UserError as error:
-        raise ImportError(str(error)) from error
+    if reason := why_not_fused("selective_scan"):
+        raise ImportError(reason)
     return partial(_ours, "cpu")
 
 
-def reference() -> Scan:
+def reference() -> Function:
     """Our loop in plain torch."""
     return partial(_ours, "reference")
 
@@ -83,7 +80,7 @@ def _ours(backend: str, x: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tenso
     return selective_scan(x, delta, A, b, c, D, backend=backend)[0]
 
 
-def mambapy() -> Scan:
+def mambapy() -> Function:
     """mambapy's parallel scan; its H (B, T, d, N) starts from zero as ours does."""
     try:
         from mambapy.pscan import pscan
@@ -99,7 +96,7 @@ def mambapy() -> Scan:
     return scan
 
 
-def transformers() -> Scan:
+def transformers() -> Function:
     """The scan of transformers' Mamba, which has time last."""
     try:
         from transformers.models.mamba.modeling_mamba import mamba_selective_scan
@@ -114,7 +111,7 @@ def transformers() -> Scan:
     return scan
 
 
-SCANS: dict[str, Callable[[], Scan]] = {
+SCANS: dict[str, Callable[[], Function]] = {
     "cpu": cpu,
     "reference": reference,
     "mambapy": mambapy,
@@ -125,9 +122,8 @@ SCANS: dict[str, Callable[[], Scan]] = {
 def contenders(sizes: Sizes, context: Context) -> Iterator[Contender]:
     """Our two backends and the two packages; the fused one is the baseline."""
     group = ", ".join(f"{name} {value}" for name, value in asdict(sizes).items()).replace("_", " ")
-    inputs, grad_y = make_inputs(**asdict(sizes))
-    expected = forward_backward(reference(), inputs, grad_y)
-    size = sum(tensor.nbytes for tensor in inputs)
+    case = make_case(**asdict(sizes))
+    expected = cache(partial(forward_backward, reference(), case))
     for name, make in SCANS.items():
         common: dict[str, Any] = {"baseline": "cpu" if name != "cpu" else None, "target": TARGETS.get(name)}
         try:
@@ -135,49 +131,31 @@ def contenders(sizes: Sizes, context: Context) -> Iterator[Contender]:
         except ImportError as error:
             yield Contender(name, group, lambda: 0.0, **common, missing=str(error))
             continue
-        work = partial(forward_backward, scan, inputs, grad_y)
+        work = partial(forward_backward, scan, case)
         yield Contender(
             name,
             group,
             stopwatch(work),
-            check=partial(_checks, work, expected),
-            numbers=partial(_memory, name, sizes, context.threads, size),
+            check=partial(compare, work, expected, case),
+            numbers=partial(extra_memory, prepare_memory, case, name=name, threads=context.threads, **asdict(sizes)),
             **common,
         )
 
 
-def make_inputs(batch_size: int, length: int, width: int, state_size: int) -> tuple[list[Tensor], Tensor]:
-    """Return x, delta, A, b, c, D and a gradient of y; delta is log-uniform in [1e-3, 1e-1], A as Mamba starts."""
-    with seeded(0, "bench"):
-        x, grad_y = torch.randn(2, batch_size, length, width).unbind()
-        delta = 10 ** torch.empty(batch_size, length, width).uniform_(-3, -1)
-        A = -torch.arange(1.0, state_size + 1).repeat(width, 1)
-        b, c = torch.randn(2, batch_size, length, state_size).unbind()
-        inputs = [x.clone(), delta, A, b.clone(), c.clone(), torch.ones(width)]
-    return [tensor.requires_grad_() for tensor in inputs], grad_y.clone()
+def make_case(batch_size: int, length: int, width: int, state_size: int) -> Case:
+    """Return x, delta, A, b, c, D and a gradient of y (B, T, d)."""
+    return draw(partial(make_inputs, batch_size, length, width, state_size), batch_size, length, width)
 
 
-def forward_backward(scan: Scan, inputs: Sequence[Tensor], grad_y: Tensor) -> tuple[Tensor, ...]:
-    """Return y and the gradients of all inputs."""
-    y = scan(*inputs)
-    return (y.detach(), *torch.autograd.grad(y, inputs, grad_y))
-
-
-def _checks(work: Callable[[], Sequence[Tensor]], expected: Sequence[Tensor]) -> list[Check]:
-    names = ("y", *(f"the gradient of {name}" for name in ("x", "delta", "A", "b", "c", "D")))
-    return [
-        Check(
-            f"relative error of {name}", float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(TINY)), LIMIT
-        )
-        for name, ours, theirs in zip(names, work(), expected, strict=True)
-    ]
-
-
-def _memory(name: str, sizes: Sizes, threads: int, size: int) -> dict[str, float | None]:
-    extra = peak_extra(prepare_memory, name=name, threads=threads, **asdict(sizes))
+def make_inputs(batch_size: int, length: int, width: int, state_size: int) -> dict[str, Tensor]:
+    """Draw x, delta, A, b, c, D; delta is log-uniform in [1e-3, 1e-1], A as Mamba starts."""
     return {
-        "peak_extra_mb": None if extra is None else extra / 1e6,
-        "memory_of_inputs": None if extra is None else extra / size,
+        "x": torch.randn(batch_size, length, width),
+        "delta": log_uniform(1e-3, 1e-1, batch_size, length, width),
+        "A": -torch.arange(1.0, state_size + 1).repeat(width, 1),
+        "b": torch.randn(batch_size, length, state_size),
+        "c": torch.randn(batch_size, length, state_size),
+        "D": torch.ones(width),
     }
 
 
@@ -185,5 +163,5 @@ def prepare_memory(name: str, threads: int, **sizes: int) -> Callable[[], object
     """Load a scan, use it once on a tiny case, and return its work on inputs that are there already."""
     set_threads(threads)
     scan = SCANS[name]()
-    forward_backward(scan, *make_inputs(**{**sizes, "batch_size": 1, "length": 2}))
-    return partial(forward_backward, scan, *make_inputs(**sizes))
+    forward_backward(scan, make_case(**{**sizes, "batch_size": 1, "length": 2}))
+    return partial(forward_backward, scan, make_case(**sizes))

@@ -82,7 +82,7 @@ def _run_one(
         context = Context(options["results_dir"], options["threads"], Path(scratch))
         contenders = list(module.contenders(sizes, context))
         if not contenders:
-            raise UserError(f"{name}: there is nothing to time; name at least one length")
+            raise UserError(f"{name}: there is nothing to time; name at least one, not []")
         rows = measure(contenders, Rounds(options["repeats"], options["warmup"], options["budget"]))
     show(name, rows)
     settings = {**dataclasses.asdict(sizes), **{key: options[key] for key in ("repeats", "warmup", "budget")}}

@@ -112,7 +112,7 @@ def test_solve_scaling(cli: CommandLine) -> None:
 
 
 def test_selective_scan(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fpexp.bench.selective_scan.peak_extra", lambda prepare, **arguments: 1000)
+    monkeypatch.setattr("fpexp.bench.differentiated.peak_extra", lambda prepare, **arguments: 1000)
     found = rows(cli, "selective_scan", "batch_size=1", "length=4", "width=3", "state_size=2")
     names = {name: row for (_, name), row in found.items()}
     assert list(names) == ["cpu", "reference", "mambapy", "transformers"]
@@ -121,6 +121,20 @@ def test_selective_scan(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> No
     for name in ("mambapy", "transformers"):
         assert names[name]["target"]["at_least"] == 5.0
         assert names[name]["missing"] in (None, "not installed: pip install 'fpexp[bench]'")
+
+
+def test_ops(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fpexp.bench.differentiated.peak_extra", lambda prepare, **arguments: 1000)
+    words = ["ops=[delta_product,selective_scan]", "batch_size=1", "length=12", "width=4"]
+    found = rows(cli, "ops", *words)
+    assert {group for group, _ in found} == {
+        f"{op}, batch size 1, width 4" for op in ("delta_product", "selective_scan")
+    }
+    names = ["cpu, length 3", "cpu, length 6", "cpu, length 12", "cpu, length 24", "reference, length 12"]
+    assert [name for _, name in found] == 2 * names
+    for (_, name), row in found.items():
+        assert ("memory_of_inputs" in row["numbers"]) == name.endswith("length 12")
+        assert bool(row["checks"]) == (name.startswith("cpu") and not row["missing"])
 
 
 def test_second_start(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +195,7 @@ def test_the_help_shows_every_key_and_its_default(cli: CommandLine, name: str) -
     shown = dict(word.split("=", 1) for word in BENCHMARKS[name].keys.replace("<run id or folder>", "").split())
     module = load(name)
     defaults = {field.name: getattr(module.Sizes(), field.name) for field in dataclasses.fields(module.Sizes)}
-    texts = {key: str(value).replace(" ", "") for key, value in defaults.items()}
+    texts = {key: str(value).replace(" ", "").replace("'", "") for key, value in defaults.items()}
     texts = {key: text.replace("64,128,256,512,", "...,") for key, text in texts.items()}
     assert shown == texts
     assert BENCHMARKS[name].keys in cli("bench", "--help").out
@@ -252,6 +266,8 @@ def test_memory_that_runs_out(cli: CommandLine, fakes: dict[str, float], monkeyp
         (["training_step", "run=nope"], ["no run 'nope'"]),
         (["sequential_solve", "run=nope"], ["no run 'nope'"]),
         (["sequential_solve", "lengths=[]"], ["sequential_solve: there is nothing to time"]),
+        (["ops", "ops=[]"], ["ops: there is nothing to time"]),
+        (["ops", "ops=[delta_ruel]"], ["unknown op 'delta_ruel'; did you mean 'delta_rule'?", "diagonal_scan"]),
         (["solve_scaling", "lengths=[4,6]"], ["lengths=[4, 6] must double: 6 is not twice 4"]),
         (["--lst"], ["'--lst' is not understood", "--list"]),
         (["--list", "training_step"], ["'--list'", "stand alone"]),
