@@ -103,7 +103,8 @@ def test_the_matrix_form(length: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "heads", "P", "groups", "N"), [(1, 1, 1, 1, 1), (1, 6, 2, 3, 4), (3, 2, 5, 2, 7), (2, 4, 3, 1, 2)]
+    ("batch", "heads", "P", "groups", "N"),
+    [(1, 1, 1, 1, 1), (1, 6, 2, 3, 4), (3, 2, 5, 2, 7), (2, 4, 3, 1, 2), (1, 2, 3, 1, 128)],
 )
 def test_other_shapes(batch: int, heads: int, P: int, groups: int, N: int) -> None:
     check(inputs(67, batch=batch, heads=heads, P=P, groups=groups, N=N))
