@@ -231,7 +231,10 @@ def test_a_typo_in_the_section_beside_a_config_file(saved: RunConfig, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["model=lstn"], ["unknown model 'lstn'", "did you mean 'lstm'?", "(fp_mamba2_h, fp_mamba2_k, fp_mamba_dplr, fp_mamba_h, "]),
+        (
+            ["model=lstn"],
+            ["unknown model 'lstn'", "did you mean 'lstm'?", "(fp_mamba2_h, fp_mamba2_k, fp_mamba_dplr, fp_mamba_h, "],
+        ),
         (["modle=lstm"], ["unknown key 'modle'", "did you mean 'model'?"]),
         (["model=lstm,zz"], ["'model=lstm,zz'", "-m"]),
         (["seed=0,1"], ["'seed=0,1'", "-m"]),
@@ -374,7 +377,8 @@ def test_a_config_file_that_does_not_exist(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", choices("model"))
 def test_round_trip(model: str, tmp_path: Path) -> None:
-    config = check(tiny(tmp_path, "model.dropout=0.1", model=model)).config
+    sizes = ["model.head_size=16"] if model == "mamba2" else []  # a head of the default size does not fit
+    config = check(tiny(tmp_path, "model.dropout=0.1", *sizes, model=model)).config
     assert RunConfig.parse(config.to_dict()) == config
     assert RunConfig.parse(json.loads(json.dumps(config.to_dict()))) == config
     write_config(config, tmp_path / "run.yaml")

@@ -25,7 +25,12 @@ from fpexp.ops.kernel import compute_type
 from fpexp.ops.ssd import reference
 
 _CHUNK = 64
-"""Tokens in a chunk at most; work inside chunks grows with it, the number of states falls."""
+"""Tokens in a chunk at most: work inside chunks grows with it, the number of states falls."""
+
+
+def _chunk_size(state_size: int) -> int:
+    """Return the most tokens in a chunk: fewer where N is small, for then states cost less than products."""
+    return min(_CHUNK, max(32, state_size // 2))
 
 
 def ssd(
@@ -47,10 +52,10 @@ def ssd(
 class _Layout:
     """Where tokens go: `chunks` of `size` tokens, the last padded with tokens of delta 0, which change no state."""
 
-    def __init__(self, x: Tensor, groups: int) -> None:
-        self.batch, self.length, self.heads, _ = x.shape
-        self.groups, self.dtype = groups, compute_type(x.dtype)
-        self.chunks = -(-self.length // _CHUNK)
+    def __init__(self, x: Tensor, b: Tensor) -> None:
+        self.length, self.heads = x.shape[1:3]
+        self.groups, self.dtype = b.shape[2], compute_type(x.dtype)
+        self.chunks = -(-self.length // _chunk_size(b.shape[3]))
         self.size = -(-self.length // self.chunks)
 
     def split(self, tensor: Tensor) -> Tensor:
@@ -115,8 +120,9 @@ def _merge(tensor: Tensor) -> Tensor:
 
 def _states(chunks: _Chunks, state: Tensor) -> Tensor:
     """Return the states before each chunk and after the last, (K + 1, B, G, R, P, N)."""
-    writes = (_merge(chunks.u * chunks.until_end) @ chunks.b.mT).view(len(chunks.u), *state.shape)
-    states = torch.cat([state.unsqueeze(0), writes])
+    states = state.new_empty(len(chunks.u) + 1, *state.shape)
+    states[0] = state
+    torch.matmul(_merge(chunks.u * chunks.until_end), chunks.b.mT, out=_merge(states[1:]))
     for k, decay in enumerate(chunks.whole):
         states[k + 1].addcmul_(decay, states[k])
     return states
@@ -126,18 +132,15 @@ class _SSD(torch.autograd.Function):
     """Keeps the arguments and the states before chunks, (K, B, heads, P, N)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         with torch.autocast(x.device.type, enabled=False):
-            layout = _Layout(x, b.shape[2])
+            layout = _Layout(x, b)
             heads = (layout.groups, layout.heads // layout.groups)
             xs, chunks = _load(layout, x, delta, A, b, c)
-            if state is None:
-                H = xs.new_zeros(layout.batch, *heads, x.shape[3], b.shape[3])
-            else:
-                H = state.to(layout.dtype).unflatten(1, heads)
-            states = _states(chunks, H)
+            H = xs.new_zeros(len(x), *x.shape[2:], b.shape[3]) if state is None else state.to(layout.dtype)
+            states = _states(chunks, H.unflatten(1, heads))
             y = (_merge(states[:-1]) @ chunks.c).view_as(xs).mul_(chunks.since_start)
             y += chunks.u @ (chunks.L * chunks.scores).mT
             y.addcmul_(D.to(layout.dtype).view(*heads, 1, 1), xs)
@@ -146,11 +149,11 @@ class _SSD(torch.autograd.Function):
         return layout.join(y).to(x.dtype).contiguous(), states[-1].flatten(1, 2).clone()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_y: Tensor, grad_H: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor, grad_H: Tensor) -> tuple[Tensor | None, ...]:
         x, delta, A, b, c, D, states = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
-            layout = _Layout(x, b.shape[2])
+            layout = _Layout(x, b)
             heads = (layout.groups, layout.heads // layout.groups)
             xs, chunks = _load(layout, x, delta, A, b, c)
             deltas = layout.split(delta)
@@ -158,7 +161,9 @@ class _SSD(torch.autograd.Function):
             before = _merge(states[:-1])
 
             dy_in, u_out = dy * chunks.since_start, chunks.u * chunks.until_end
-            adjoints = torch.cat([(_merge(dy_in) @ chunks.c.mT).view_as(states[:-1]), grad_H.view_as(states[:1])])
+            adjoints = torch.empty_like(states)
+            adjoints[-1] = grad_H.unflatten(1, heads)
+            torch.matmul(_merge(dy_in), chunks.c.mT, out=_merge(adjoints[:-1]))
             for k in reversed(range(layout.chunks)):
                 adjoints[k].addcmul_(chunks.whole[k], adjoints[k + 1])
             after = _merge(adjoints[1:])
