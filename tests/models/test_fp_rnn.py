@@ -18,7 +18,7 @@ from fpexp.evaluation.metrics import summed_loss
 from fpexp.fixed_point import Anderson, Cap, Gradient, Implicit, Lagged, OneStep, Picard, Sequential, Solver, Status
 from fpexp.fixed_point.iterate import token_residual
 from fpexp.models.fp_rnn import FPRNNLayer
-from fpexp.models.fp_rnn_problem import FPRNNProblem
+from fpexp.models.fp_rnn_problem import FPRNNProblem, State
 from fpexp.ops.backend import only_reference
 from fpexp.training.optimizer import make_optimizer
 
@@ -147,17 +147,24 @@ def test_evaluate_is_the_formula(mixer: str, hidden_dependence: bool, weight_nor
     np.testing.assert_allclose(to_numpy(torch.cat(tokens, dim=1)), expected, rtol=0, atol=1e-10)
 
 
-def test_lagged_takes_the_image_of_the_iterate_before() -> None:
+def test_mixer_and_scan_have_states_of_their_own() -> None:
+    """The mixer sees the iterate before; the scan carries its image, or, lagged, that of the iterate before."""
     layer = make_rnn("H2")
     u, y, memory = random(1, 5, 4), random(1, 5, 6, seed=1), random(1, 5, 6, seed=2)
-    plain, before = Numpy(layer, u[0]), np.concatenate([np.zeros((1, 6)), to_numpy(memory[0])[:-1]])
-    expected = []
+    state = State(y=random(1, 1, 6, seed=3), h=random(1, 1, 6, seed=4))
+    plain, h = Numpy(layer, u[0]), to_numpy(state.h[0, 0])
+    s, before = (to_numpy(torch.cat(pair, dim=1)[0]) for pair in ((state.y, y), (state.h, memory)))
+    scanned, lagged = [], []
     for t in range(5):
-        Q, y_t = plain.mixer(t, to_numpy(y[0, t - 1]) if t else np.zeros(6)), to_numpy(y[0, t])
-        write = (1 - plain.decay[t]) * (Q @ plain.v[t] + (np.eye(6) - Q) @ y_t)
-        expected.append(plain.decay[t] * before[t] + write)
-    for part in layer.problem(u).evaluate_lagged(y, memory):
-        np.testing.assert_allclose(to_numpy(part[0]), np.stack(expected), rtol=0, atol=1e-12)
+        Q = plain.mixer(t, s[t])
+        write = (1 - plain.decay[t]) * (Q @ plain.v[t] + (np.eye(6) - Q) @ to_numpy(y[0, t]))
+        h = plain.decay[t] * h + write
+        scanned.append(h)
+        lagged.append(plain.decay[t] * before[t] + write)
+    problem = layer.problem(u, state=state)
+    np.testing.assert_allclose(to_numpy(problem.evaluate(y)[0]), np.stack(scanned), rtol=0, atol=1e-12)
+    for part in problem.evaluate_lagged(y, memory):
+        np.testing.assert_allclose(to_numpy(part[0]), np.stack(lagged), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("solver", ["picard", "sequential", "fused"])
@@ -306,6 +313,23 @@ def test_any_cut_decodes_as_one_pass(model: str, gradient: str, backend: str) ->
             sizes.add(sum(tensor.untyped_storage().nbytes() for tensor in held))
         torch.testing.assert_close(torch.cat(logits, dim=1), whole, rtol=0, atol=1e-8)
         assert len(sizes) == 1, "the state does not grow"
+
+
+@pytest.mark.parametrize("gradient", ["one_step", "implicit"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_loose_tolerance_costs_no_agreement(backend: str, gradient: str) -> None:
+    """The read-out sees f(h*) and the mixer h*; mixed up they would differ by what the tolerance leaves."""
+    words = ["model=fp_rnn_k", "precision=float64", f"gradient={gradient}", "solver.tolerance=0.1"]
+    built = tiny(*words, "solver=sequential", f"solver.backend={backend}").model.eval()
+    inputs = torch.randint(12, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole = built(inputs)
+    assert max(float(solve.residual.max()) for solve in whole.solves) > 1e-3
+    state, logits = None, []
+    for part in inputs.split([7, 1, 1, 11], dim=1):
+        output, state = built.decode(part, state)
+        logits.append(output.logits)
+    torch.testing.assert_close(torch.cat(logits, dim=1), whole.logits, rtol=0, atol=1e-10)
 
 
 def test_picard_decodes_by_the_sweep() -> None:
