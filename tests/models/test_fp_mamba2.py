@@ -253,7 +253,7 @@ def test_decoding_is_one_pass(gate: str, decay: str, parts: list[int]) -> None:
 @pytest.mark.parametrize("words", [[], ["model.weight_norm=true"], ["model.decay=floor"], ["solver=picard"]], ids=str)
 @pytest.mark.parametrize("model", ["fp_mamba2_h", "fp_mamba2_k"])
 def test_every_parameter_of_the_built_model_learns(model: str, words: list[str]) -> None:
-    experiment = tiny(f"model={model}", *words)
+    experiment = tiny(f"model={model}", "precision=float64", *words)
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in learn(experiment).parameters())
 
 
