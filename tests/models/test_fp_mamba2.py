@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from fpexp.channel_mixers import ChannelMixer, Householder
 from fpexp.errors import UserError
-from fpexp.fixed_point import Cap, OneStep, Picard, Sequential, Solver, Status
+from fpexp.fixed_point import Cap, Implicit, OneStep, Picard, Sequential, Solver, Status, Unrolled
 from fpexp.models.fp_mamba2 import FPMamba2Layer
 from fpexp.models.fp_mamba_layer import Dependence, FPLayer
 from fpexp.models.fp_mamba_problem import FPMambaProblem
@@ -229,6 +229,15 @@ def test_the_gradient_with_kernels_is_that_without(
 def gradients(layer: FPLayer, u: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     output, _ = layer(u, CAP, None)
     return torch.autograd.grad((output * weights).sum(), list(layer.parameters()))
+
+
+def test_the_implicit_gradient_is_that_of_many_steps() -> None:
+    u, weights = random(2, 5, 4), random(2, 5, 4, seed=1)
+    ways = (Implicit(tolerance=1e-12, max_iterations=200, restart=30), Unrolled(steps=60), OneStep())
+    implicit, unrolled, one_step = (gradients(head_layer(gradient=way), u, weights) for way in ways)
+    for found, expected in zip(implicit, unrolled, strict=True):
+        assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    assert not all(torch.allclose(one, other, rtol=1e-3) for one, other in zip(one_step, implicit, strict=True))
 
 
 @gates
