@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from fpexp.channel_mixers import ChannelMixer, Householder
 from fpexp.errors import UserError
-from fpexp.fixed_point import Cap, OneStep, Picard, Sequential, Solver, Status
+from fpexp.fixed_point import Cap, Implicit, OneStep, Picard, Sequential, Solver, Status, Unrolled
 from fpexp.models.fp_mamba2 import FPMamba2Layer
 from fpexp.models.fp_mamba_layer import Dependence, FPLayer
 from fpexp.models.fp_mamba_problem import FPMambaProblem
@@ -231,6 +231,15 @@ def gradients(layer: FPLayer, u: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     return torch.autograd.grad((output * weights).sum(), list(layer.parameters()))
 
 
+def test_the_implicit_gradient_is_that_of_many_steps() -> None:
+    u, weights = random(2, 5, 4), random(2, 5, 4, seed=1)
+    ways = (Implicit(tolerance=1e-12, max_iterations=200, restart=30), Unrolled(steps=60), OneStep())
+    implicit, unrolled, one_step = (gradients(head_layer(gradient=way), u, weights) for way in ways)
+    for found, expected in zip(implicit, unrolled, strict=True):
+        assert_close(found, expected, rtol=1e-8, atol=1e-10)
+    assert not all(torch.allclose(one, other, rtol=1e-3) for one, other in zip(one_step, implicit, strict=True))
+
+
 @gates
 @pytest.mark.parametrize("decay", ["exponential", "floor"])
 @pytest.mark.parametrize("parts", [[3, 6], [1] * 9], ids=str)
@@ -253,7 +262,7 @@ def test_decoding_is_one_pass(gate: str, decay: str, parts: list[int]) -> None:
 @pytest.mark.parametrize("words", [[], ["model.weight_norm=true"], ["model.decay=floor"], ["solver=picard"]], ids=str)
 @pytest.mark.parametrize("model", ["fp_mamba2_h", "fp_mamba2_k"])
 def test_every_parameter_of_the_built_model_learns(model: str, words: list[str]) -> None:
-    experiment = tiny(f"model={model}", *words)
+    experiment = tiny(f"model={model}", "precision=float64", *words)
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in learn(experiment).parameters())
 
 
