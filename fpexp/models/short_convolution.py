@@ -15,8 +15,7 @@ class ShortConvolution(nn.Conv1d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the activation at each token from that token and the ones before it."""
-        padded = functional.pad(x.mT, (self.kernel_size[0] - 1, 0))
-        return functional.silu(super().forward(padded)).mT
+        return self._convolve(functional.pad(x, (0, 0, self.kernel_size[0] - 1, 0)))
 
     def decode(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the activation, and the inputs (B, kernel - 1, d) that the tokens after x will see.
@@ -26,4 +25,15 @@ class ShortConvolution(nn.Conv1d):
         if before is None:
             before = x.new_zeros(x.shape[0], self.kernel_size[0] - 1, x.shape[2])
         window = torch.cat([before, x], dim=1)
-        return functional.silu(super().forward(window.mT)).mT, window[:, x.shape[1] :].clone()
+        return self._convolve(window), window[:, x.shape[1] :].clone()
+
+    def _convolve(self, window: Tensor) -> Tensor:
+        """(B, kernel - 1 + T, d) -> (B, T, d). On a CPU torch's depthwise convolution is slower than its definition."""
+        if not window.is_cpu:
+            return functional.silu(super().forward(window.mT)).mT
+        assert self.bias is not None
+        kernel, length = self.weight.squeeze(1).T, window.shape[1] - self.kernel_size[0] + 1
+        total = self.bias.expand(*window.shape[:1], length, -1)
+        for j, weight in enumerate(kernel):
+            total = torch.addcmul(total, window[:, j : j + length], weight)
+        return functional.silu(total)

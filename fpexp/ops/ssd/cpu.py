@@ -139,47 +139,47 @@ class _SSD(torch.autograd.Function):
             layout = _Layout(x, b)
             heads = (layout.groups, layout.heads // layout.groups)
             xs, chunks = _load(layout, x, delta, A, b, c)
-            H = xs.new_zeros(len(x), *x.shape[2:], b.shape[3]) if state is None else state.to(layout.dtype)
-            states = _states(chunks, H.unflatten(1, heads))
-            y = (_merge(states[:-1]) @ chunks.c).view_as(xs).mul_(chunks.since_start)
-            y += chunks.u @ (chunks.L * chunks.scores).mT
+            y = chunks.u @ (chunks.L * chunks.scores).mT
+            if state is None and layout.chunks == 1:  # nothing comes in, as in training on short sequences
+                states = None
+                H = (_merge(chunks.u * chunks.until_end) @ chunks.b.mT).view(*x.shape[:1], *x.shape[2:], b.shape[3])
+            else:
+                H = xs.new_zeros(len(x), *x.shape[2:], b.shape[3]) if state is None else state.to(layout.dtype)
+                states = _states(chunks, H.unflatten(1, heads))
+                H = states[-1].flatten(1, 2).clone()
+                y += (_merge(states[:-1]) @ chunks.c).view_as(xs).mul_(chunks.since_start)
             y.addcmul_(D.to(layout.dtype).view(*heads, 1, 1), xs)
         ctx.save_for_backward(x, delta, A, b, c, D, states)
+        ctx.set_materialize_grads(False)
         ctx.state_dtype = None if state is None else state.dtype
-        return layout.join(y).to(x.dtype).contiguous(), states[-1].flatten(1, 2).clone()
+        return layout.join(y).to(x.dtype).contiguous(), H
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor, grad_H: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_y: Tensor | None, grad_H: Tensor | None) -> tuple[Tensor | None, ...]:
         x, delta, A, b, c, D, states = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
             layout = _Layout(x, b)
             heads = (layout.groups, layout.heads // layout.groups)
             xs, chunks = _load(layout, x, delta, A, b, c)
             deltas = layout.split(delta)
-            dy = layout.split(grad_y)
-            before = _merge(states[:-1])
-
-            dy_in, u_out = dy * chunks.since_start, chunks.u * chunks.until_end
-            adjoints = torch.empty_like(states)
-            adjoints[-1] = grad_H.unflatten(1, heads)
-            torch.matmul(_merge(dy_in), chunks.c.mT, out=_merge(adjoints[:-1]))
-            for k in reversed(range(layout.chunks)):
-                adjoints[k].addcmul_(chunks.whole[k], adjoints[k + 1])
-            after = _merge(adjoints[1:])
-
+            dy = layout.split(torch.zeros_like(x) if grad_y is None else grad_y)
             weighted = (dy.mT @ chunks.u).mul_(chunks.L)
             dscores = weighted.sum(-3)
-            dc = chunks.b @ dscores.mT + before.mT @ _merge(dy_in)
-            db = chunks.c @ dscores + after.mT @ _merge(u_out)
-            from_after = (after @ chunks.b).view_as(xs).mul_(chunks.until_end)
-            dlog = _log_decay_gradient(
-                inside=weighted.mul_(chunks.scores),
-                from_start=(dy_in * (before @ chunks.c).view_as(xs)).sum(-2),
-                to_end=(chunks.u * from_after).sum(-2),
-                across=_dot(states[:-1], adjoints[1:]) * chunks.whole.squeeze(-1),
-            )
-            du = dy @ (chunks.L * chunks.scores) + from_after
+            dc, db = chunks.b @ dscores.mT, chunks.c @ dscores
+            du = dy @ (chunks.L * chunks.scores)
+            dlog = _spanning(weighted.mul_(chunks.scores))
+            dstate = None
+            if states is not None or grad_H is not None:
+                if states is None:
+                    states = xs.new_zeros(2, len(x), *heads, x.shape[3], b.shape[3])
+                last = torch.zeros_like(states[-1]) if grad_H is None else grad_H.unflatten(1, heads)
+                through = _through_states(chunks, xs, dy, states, last)
+                dc += through.dc
+                db += through.db
+                du += through.du
+                dlog += through.dlog
+                dstate = through.dstate
             dx = (deltas.unsqueeze(-2) * du).addcmul_(D.to(layout.dtype).view(*heads, 1, 1), dy)
             ddelta = (du * xs).sum(-2).addcmul_(A.to(layout.dtype).view(*heads, 1), dlog)
             dA = (deltas * dlog).sum((0, 1, -1)).flatten()
@@ -191,7 +191,7 @@ class _SSD(torch.autograd.Function):
             layout.join(db.unsqueeze(3)).to(b.dtype),
             layout.join(dc.unsqueeze(3)).to(c.dtype),
             dD.to(D.dtype),
-            None if ctx.state_dtype is None else adjoints[0].flatten(1, 2).to(ctx.state_dtype),
+            None if ctx.state_dtype is None or dstate is None else dstate.flatten(1, 2).to(ctx.state_dtype),
         )
 
 
@@ -207,15 +207,46 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a.flatten(-2).unsqueeze(-2) @ b.flatten(-2).unsqueeze(-1)).squeeze(-1)
 
 
-def _log_decay_gradient(inside: Tensor, from_start: Tensor, to_end: Tensor, across: Tensor) -> Tensor:
-    """Return the gradient of log alpha_j, (..., Q): the sum of every term whose product of decays contains alpha_j.
+class _ThroughStates(NamedTuple):
+    """What the states between chunks add to gradients, and the gradient of the one before the first."""
 
-    inside: (..., Q, Q), terms [t, s] with j in s + 1 to t; from_start: (..., Q), j up to t; to_end: (..., Q), j after
-    s; across: (..., 1), every j.
+    dc: Tensor
+    db: Tensor
+    du: Tensor
+    dlog: Tensor
+    dstate: Tensor
+
+
+def _through_states(chunks: _Chunks, xs: Tensor, dy: Tensor, states: Tensor, last: Tensor) -> _ThroughStates:
+    """Carry `last`, the gradient of the last state, back over the chunks."""
+    before = _merge(states[:-1])
+    dy_in, u_out = dy * chunks.since_start, chunks.u * chunks.until_end
+    adjoints = torch.empty_like(states)
+    adjoints[-1] = last
+    torch.matmul(_merge(dy_in), chunks.c.mT, out=_merge(adjoints[:-1]))
+    for k in reversed(range(len(chunks.u))):
+        adjoints[k].addcmul_(chunks.whole[k], adjoints[k + 1])
+    after = _merge(adjoints[1:])
+    du = (after @ chunks.b).view_as(xs).mul_(chunks.until_end)
+    from_start = (dy_in * (before @ chunks.c).view_as(xs)).sum(-2)  # holds alpha_j up to t
+    to_end = (chunks.u * du).sum(-2)  # holds alpha_j after s
+    across = _dot(states[:-1], adjoints[1:]) * chunks.whole.squeeze(-1)  # holds every alpha_j
+    suffix = from_start.flip(-1).cumsum(-1).flip(-1)
+    prefix = functional.pad(to_end[..., :-1].cumsum(-1), (1, 0))
+    return _ThroughStates(
+        dc=before.mT @ _merge(dy_in),
+        db=after.mT @ _merge(u_out),
+        du=du,
+        dlog=suffix + prefix + across,
+        dstate=adjoints[0],
+    )
+
+
+def _spanning(inside: Tensor) -> Tensor:
+    """Return, of terms [t, s] (..., Q, Q), the sum of those with j in s + 1 to t, (..., Q).
+
+    Each is a product that holds alpha_j, so this is its part of the gradient of log alpha_j.
     """
     size = inside.shape[-1]
     earlier = inside.new_ones(size, size).triu_(1)
-    spanning = (inside @ earlier).tril_().sum(-2)
-    suffix = from_start.flip(-1).cumsum(-1).flip(-1)
-    prefix = functional.pad(to_end[..., :-1].cumsum(-1), (1, 0))
-    return spanning + suffix + prefix + across
+    return (inside @ earlier).tril_().sum(-2)
