@@ -12,9 +12,10 @@ from torch.nn import functional
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, SolveResult
 from fpexp.models.blocks import residual_model
-from fpexp.models.initialisation import Delta, check_delta_range, delta_bias
+from fpexp.models.initialisation import Delta, delta_bias
 from fpexp.models.lm import LanguageModel, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
+from fpexp.models.sizes import check_ascends
 from fpexp.ops.delta_rule import delta_rule
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
 
@@ -59,6 +60,7 @@ class DeltaNetLayer(SequenceLayer):
         self.heads, self.steps = heads, householder_steps
         self.beta_max = 2.0 if negative_eigenvalues else 1.0
         self.output_size = d_model
+        self.state_numbers, self.state_key = heads * key_size * value_size, "head_size"
         keys, values = heads * key_size, heads * value_size
         self.convolved = (keys, householder_steps * keys, householder_steps * values)
         self.sizes = (sum(self.convolved), values, householder_steps * heads, heads if decay else 0)
@@ -163,7 +165,7 @@ def delta_product(
     `heads` None: one for 128 channels, at least 2, fewer where that does not divide d_model; `head_size` None:
     d_model / heads. UserError for sizes that are no whole numbers and for a `delta_range` that does not ascend.
     """
-    check_delta_range(delta_range)
+    check_ascends("model.delta_range", delta_range)
     if heads is None:
         heads = next(count for count in range(max(2, d_model // 128), 0, -1) if d_model % count == 0)
     arguments: dict[str, Any] = {

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.fixed_point import Gradient, Solver
 from fpexp.models.blocks import residual_model
-from fpexp.models.fp_mamba_layer import Decay, DecayScale, Dependence, Dynamics, FPLayer, inner_width
+from fpexp.models.fp_mamba_layer import Decay, DecayScale, Dependence, Dynamics, FPLayer
 from fpexp.models.initialisation import Delta
 from fpexp.models.lm import LanguageModel
+from fpexp.models.sizes import inner_width
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fpexp.channel_mixers.base import ChannelMixer
-from fpexp.errors import UserError
 from fpexp.fixed_point import Gradient, Solver
 from fpexp.models.blocks import residual_model
-from fpexp.models.fp_mamba_layer import Decay, DecayScale, Dependence, Dynamics, FPLayer, inner_width
+from fpexp.models.fp_mamba_layer import Decay, DecayScale, Dependence, Dynamics, FPLayer
 from fpexp.models.initialisation import Delta
 from fpexp.models.lm import LanguageModel
+from fpexp.models.sizes import check_ascends, count_heads, inner_width
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability, Range
 
 Rate = Annotated[float, Range(above=0, maximum=1e4)]
@@ -38,13 +38,8 @@ class FPMamba2Layer(FPLayer):
         decay_scale: float = 8.0,
         **shared: Any,
     ) -> None:
-        heads, rest = divmod(width, head_size)
-        if rest:
-            raise UserError(
-                f"model.head_size={head_size} must divide the inner width model.expand * model.d_model = {width}"
-            )
-        if a_range[0] > a_range[1]:
-            raise UserError(f"model.a_range={list(a_range)} must ascend")
+        heads = count_heads(head_size, width)
+        check_ascends("model.a_range", a_range)
         dynamics = Dynamics(heads, heads, delta_range, decay, decay_scale)
         super().__init__(d_model, width, dynamics=dynamics, **shared)
         if not dynamics.floor:

@@ -16,9 +16,10 @@ from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, Gradient, Sequential, Solver, SolveResult
 from fpexp.models.fp_mamba_problem import FPMambaProblem, State, plus
-from fpexp.models.initialisation import check_delta_range, delta_bias, floored_decay, sigmoid_bias
+from fpexp.models.initialisation import delta_bias, floored_decay, sigmoid_bias
 from fpexp.models.lm import SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
+from fpexp.models.sizes import check_ascends
 from fpexp.ops.mixers import Columns
 from fpexp.ranges import Range
 
@@ -68,7 +69,7 @@ class Dynamics:
     decay_scale: float
 
     def __post_init__(self) -> None:
-        check_delta_range(self.delta_range)
+        check_ascends("model.delta_range", self.delta_range)
         if self.floor and self.delta_range[1] >= 1:
             raise UserError(
                 f"model.delta_range={list(self.delta_range)} must end below 1 with model.decay=floor, whose Delta does"
@@ -116,6 +117,7 @@ class FPLayer(SequenceLayer):
         self.channel_mixer, self.solver, self.gradient = channel_mixer, solver, gradient
         self.gate_inside = gate == "inside"
         self.output_size = d_model
+        self.state_numbers = width * state_size
         self.iterations_depend_on_length = solver.whole_sequence
 
         mixer_size = channel_mixer.coefficient_size
@@ -254,14 +256,6 @@ class FPLayer(SequenceLayer):
             mask=mask,
             keep=getattr(self.gradient, "takes_over", False),
         )
-
-
-def inner_width(expand: float, d_model: int) -> int:
-    """Return expand * d_model, rounded; a UserError where it is 0."""
-    width = round(expand * d_model)
-    if width < 1:
-        raise UserError(f"model.expand={expand:g} times model.d_model={d_model} is an inner width of 0; raise one")
-    return width
 
 
 def _make_norm(name: str, width: int, epsilon: float) -> nn.LayerNorm | nn.RMSNorm | None:

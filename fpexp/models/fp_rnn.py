@@ -11,11 +11,11 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from fpexp.channel_mixers.base import ChannelMixer
-from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, Gradient, Sequential, Solver, SolveResult
 from fpexp.models.blocks import residual_model
 from fpexp.models.fp_rnn_problem import FPRNNProblem, State
 from fpexp.models.lm import LanguageModel, SequenceLayer
+from fpexp.models.sizes import inner_width
 from fpexp.ops.mixers import Columns
 from fpexp.ranges import Count, Depth, NonNegative, Positive, Probability
 
@@ -145,9 +145,7 @@ def fp_rnn(
 
     UserError where that width would be 0.
     """
-    width = round(expand * d_model)
-    if width < 1:
-        raise UserError(f"model.expand={expand:g} times model.d_model={d_model} is an inner width of 0; raise one")
+    width = inner_width(expand, d_model)
 
     def layer() -> FPRNNLayer:
         return FPRNNLayer(d_model, width, channel_mixer(width), solver, gradient, hidden_dependence, weight_norm)

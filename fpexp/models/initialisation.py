@@ -8,7 +8,6 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from fpexp.errors import UserError
 from fpexp.ranges import Range
 
 Delta = Annotated[float, Range(minimum=1e-6, maximum=1e4)]
@@ -41,12 +40,6 @@ def floored_decay(shape: torch.Size, scale: float) -> Tensor:
 def _log_uniform(size: int, delta_range: tuple[float, float]) -> Tensor:
     low, high = (math.log(value) for value in delta_range)
     return torch.empty(size).uniform_(low, high).exp()
-
-
-def check_delta_range(delta_range: tuple[float, float]) -> None:
-    """Raise a `UserError` where the range does not ascend."""
-    if delta_range[0] > delta_range[1]:
-        raise UserError(f"model.delta_range={list(delta_range)} must ascend")
 
 
 def delta_projection(rank: int, width: int, delta_range: tuple[float, float]) -> nn.Linear:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, SolveResult
 from fpexp.models.blocks import residual_model
-from fpexp.models.initialisation import Delta, check_delta_range, delta_projection, s4d_real
+from fpexp.models.initialisation import Delta, delta_projection, s4d_real
 from fpexp.models.lm import LanguageModel, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
+from fpexp.models.sizes import check_ascends, inner_width
 from fpexp.ops.kernel import compute_type
 from fpexp.ops.selective_scan import selective_scan
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
@@ -95,10 +95,8 @@ def mamba(
     dropout: Probability,
 ) -> LanguageModel:
     """Return a Mamba language model of inner width expand * d_model."""
-    width = round(expand * d_model)
-    if width < 1:
-        raise UserError(f"model.expand={expand:g} times model.d_model={d_model} is an inner width of 0; raise one")
-    check_delta_range(delta_range)
+    width = inner_width(expand, d_model)
+    check_ascends("model.delta_range", delta_range)
 
     def layer() -> MambaLayer:
         return MambaLayer(d_model, width, state_size, dt_rank or math.ceil(d_model / 16), conv_width, delta_range)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, SolveResult
 from fpexp.models.blocks import residual_model
-from fpexp.models.initialisation import Delta, check_delta_range, delta_bias
+from fpexp.models.initialisation import Delta, delta_bias
 from fpexp.models.lm import LanguageModel, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
+from fpexp.models.sizes import check_ascends, check_divides, count_heads, inner_width
 from fpexp.ops.ssd import ssd
 from fpexp.ranges import Count, Depth, NonNegative, Positive, Probability
 
@@ -68,6 +67,7 @@ class Mamba2Layer(SequenceLayer):
         super().__init__()
         width, shared = heads * head_size, groups * state_size
         self.heads, self.groups, self.output_size = heads, groups, d_model
+        self.state_numbers = width * state_size
         self.in_sizes = (width, width + 2 * shared, heads)
         self.conv_sizes = (width, shared, shared)
         self.in_projection = nn.Linear(d_model, sum(self.in_sizes), bias=False)
@@ -125,26 +125,13 @@ def mamba2(
     At the start -A is uniform in `a_range` and Delta log-uniform in `delta_range`. UserError where a range does not
     ascend, where heads do not fill the inner width or where groups do not share the heads evenly.
     """
-    width = round(expand * d_model)
-    if width < 1:
-        raise UserError(f"model.expand={expand:g} times model.d_model={d_model} is an inner width of 0; raise one")
-    _check_divides("model.head_size", head_size, "the inner width model.expand * model.d_model", width)
-    heads = width // head_size
-    _check_divides("model.groups", groups, "the number of heads model.expand * model.d_model / model.head_size", heads)
-    if a_range[0] > a_range[1]:
-        raise UserError(f"model.a_range={list(a_range)} must ascend")
-    check_delta_range(delta_range)
+    width = inner_width(expand, d_model)
+    heads = count_heads(head_size, width)
+    check_divides("model.groups", groups, "the number of heads model.expand * model.d_model / model.head_size", heads)
+    check_ascends("model.a_range", a_range)
+    check_ascends("model.delta_range", delta_range)
 
     def layer() -> Mamba2Layer:
         return Mamba2Layer(d_model, heads, head_size, state_size, groups, conv_width, a_range, delta_range)
 
     return residual_model(vocabulary_size, d_model, layers, mlp_expand, dropout, layer)
-
-
-def _check_divides(key: str, value: int, what: str, total: int) -> None:
-    """Raise a `UserError` that names the divisors of `total` on both sides of `value`."""
-    if total % value:
-        small = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]
-        divisors = {*small, *(total // n for n in small)}
-        nearest = [max(n for n in divisors if n < value), *sorted(n for n in divisors if n > value)[:1]]
-        raise UserError(f"{key}={value} does not divide {what} = {total}; use {' or '.join(map(str, nearest))}")

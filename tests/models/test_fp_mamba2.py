@@ -296,7 +296,7 @@ def test_dynamics_start_as_in_mamba2() -> None:
     [
         (
             ["model=fp_mamba2_h", "model.head_size=5"],
-            r"model\.head_size=5 must divide .*model\.expand \* model\.d_model",
+            r"model\.head_size=5 does not divide .*model\.expand \* model\.d_model",
         ),
         (["model=fp_mamba2_h", "model.a_range=[16,1]"], r"model\.a_range"),
         (["model=fp_mamba2_h", "model.delta_range=[0.1,0.01]"], r"model\.delta_range"),
