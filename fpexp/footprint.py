@@ -57,9 +57,12 @@ def _check_states(config: RunConfig, model: LanguageModel) -> None:
                 total_memory(config.device),
             )
             if needed > available:
-                key = layer.state_key
+                value = config.model.settings[layer.state_key]
+                setting = f"model.d_model={config.model.settings['d_model']}"
+                if value is not None:
+                    setting = f"model.{layer.state_key}={value}"
                 raise UserError(
-                    f"model.{key}={config.model.settings[key]} at training.batch_size={training.batch_size} is a state "
+                    f"{setting} at training.batch_size={training.batch_size} is a state "
                     f"of at least {needed / 1e9:.3g} GB; {config.device} has {available / 1e9:.3g} GB; lower one"
                 )
 

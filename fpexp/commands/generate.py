@@ -46,6 +46,8 @@ def run(arguments: list[str]) -> int:
     task: Any = loaded.experiment.task
     if not isinstance(task, Prompted) or not isinstance(task, Tagging | Generating):
         raise UserError(f"{type(task).__name__} reads no prompts: it has no method read_prompt, or nothing to answer")
+    if "limit" in options and not isinstance(task, Generating):
+        raise UserError(f"limit={options['limit']} has no meaning here: {type(task).__name__} answers at every token")
     prompt = task.read_prompt(options["prompt"])[None]
     if isinstance(task, Generating):
         read = _continue(loaded, prompt, options.get("limit", 256))

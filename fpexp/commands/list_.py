@@ -8,6 +8,9 @@ from fpexp.errors import UserError
 
 KINDS = ("tasks", "models", "solvers", "schedules", "gradients", "scales", "experiments")
 
+SCALES = ("cpu", "gpu", "paper")
+"""In this order; others come after them."""
+
 SIZED_TASK = "task=a5"
 """The task whose vocabulary and widths the sizes are for, unless another is named."""
 
@@ -43,11 +46,13 @@ def _print_sizes(settings: list[str]) -> None:
     for word in settings:
         if word.startswith(("model=", "scale=")):
             raise UserError(f"'{word}': every model is listed at every scale; leave it out")
-    scales = sorted(choices("scale"), key=("cpu", "gpu", "paper").index)
-    rows = {
-        name: [parameter_count(compose([*settings, f"model={name}", f"scale={scale}"])) for scale in scales]
-        for name in choices("model")
-    }
+    scales = sorted(choices("scale"), key=lambda name: SCALES.index(name) if name in SCALES else len(SCALES))
+    rows: dict[str, list[int]] = {}
+    for name in choices("model"):
+        try:
+            rows[name] = [parameter_count(compose([*settings, f"model={name}", f"scale={s}"])) for s in scales]
+        except UserError as error:
+            raise UserError(f"model={name}: {error}") from error
     print(f"{'parameters':<16} " + " ".join(f"{f'scale={scale}':>12}" for scale in scales) + f"  {' '.join(settings)}")
     for name, text in choices("model").items():
         print(f"{name:<16} " + " ".join(f"{count:>12,}" for count in rows[name]) + f"  {text}")

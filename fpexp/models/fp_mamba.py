@@ -13,7 +13,7 @@ from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.fixed_point import Gradient, Solver
 from fpexp.models.blocks import residual_model
 from fpexp.models.fp_mamba_layer import Decay, DecayScale, Dependence, Dynamics, FPLayer
-from fpexp.models.initialisation import Delta
+from fpexp.models.initialisation import Delta, delta_logits, s4d_real
 from fpexp.models.lm import LanguageModel
 from fpexp.models.sizes import inner_width
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
@@ -37,7 +37,7 @@ class FPMambaLayer(FPLayer):
 
     def _make_dynamics(self) -> None:
         self.dt_projection = nn.Linear(self.dynamics.columns, self.width)
-        self._make_A(torch.arange(1.0, self.state_size + 1).log().repeat(self.width, 1))
+        self._make_A(s4d_real(self.width, self.state_size))
         self.D = nn.Parameter(torch.ones(self.width))
 
     def _initialise(self) -> None:
@@ -52,8 +52,7 @@ class FPMambaLayer(FPLayer):
         self.dt_projection.weight.zero_()
 
     def _delta(self, dt: Tensor) -> Tensor:
-        delta: Tensor = self.dt_projection(dt)
-        return delta
+        return delta_logits(self.dt_projection, dt)
 
 
 def fp_mamba(

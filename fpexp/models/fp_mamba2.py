@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,10 @@ from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.fixed_point import Gradient, Solver
 from fpexp.models.blocks import residual_model
 from fpexp.models.fp_mamba_layer import Decay, DecayScale, Dependence, Dynamics, FPLayer
-from fpexp.models.initialisation import Delta
+from fpexp.models.initialisation import Delta, Rate
 from fpexp.models.lm import LanguageModel
 from fpexp.models.sizes import check_ascends, count_heads, inner_width
-from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability, Range
-
-Rate = Annotated[float, Range(above=0, maximum=1e4)]
+from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
 
 
 class FPMamba2Layer(FPLayer):

@@ -90,8 +90,8 @@ class FPRNNProblem:
         """Return the equation of token t, given the state before it."""
         token = self._map(lambda tensor: tensor[:, t : t + 1], state)
         with self._full_precision():
-            factors, decay = token.terms(state.y)
-            return TokenProblem(token, factors, decay, decay * state.h)
+            factors, w = token.terms(state.y)
+            return TokenProblem(token, factors, torch.sigmoid(-w), torch.sigmoid(w) * state.h)
 
     def advance(self, token: TokenProblem, y: Tensor) -> State:
         """Return the state after a token whose equation y (B, 1, d) solves."""
@@ -122,11 +122,11 @@ class FPRNNProblem:
         return [replace(self, v=v, from_x=from_x, mask=mask) for v, from_x, mask in tokens]
 
     def terms(self, s: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return what the tokens' equations have as constants, given s (B, T, d): the factors of Q, and lambda."""
+        """Return what the tokens' equations have as constants, given s (B, T, d): factors of Q; lambda = sigmoid(w)."""
         coefficients, decay = self.from_x.split([self.columns.sizes[0], self.v.shape[-1]], dim=-1)
         if self.loop_weight.numel():
             coefficients = coefficients + functional.linear(s.to(self.loop_weight.dtype), self.loop_weight)
-        return self.channel_mixer.factors(coefficients.to(self.v.dtype)), torch.sigmoid(decay.to(self.v.dtype))
+        return self.channel_mixer.factors(coefficients.to(self.v.dtype)), decay.to(self.v.dtype)
 
     def _mix(self, y: Tensor, known: KnownTokens | None) -> tuple[Tensor, Tensor]:
         """Return lambda and what the scan adds, (1 - lambda) * (Q (v - y) + y), (B, T, d) each."""
@@ -135,8 +135,8 @@ class FPRNNProblem:
         if fused is not None:
             keep = torch.exp(-fused.delta)  # 1 - sigmoid(w) = exp(-softplus(w))
             return 1 - keep, keep * fused.mixed
-        factors, decay = self.terms(s)
-        return decay, (1 - decay) * (self.channel_mixer.apply(factors, self.v - y) + y)
+        factors, w = self.terms(s)
+        return torch.sigmoid(w), torch.sigmoid(-w) * (self.channel_mixer.apply(factors, self.v - y) + y)
 
     def _full_precision(self) -> torch.autocast:
         """Keep autocast out; the product with s is in `loop_weight`'s type."""
@@ -149,11 +149,14 @@ class FPRNNProblem:
 
 @dataclass(frozen=True)
 class TokenProblem:
-    """y_t = base + (1 - lambda_t) * (Q_t (v_t - y_t) + y_t): one token, (B, 1, d), base = lambda_t * h_{t-1}."""
+    """y_t = base + (1 - lambda_t) * (Q_t (v_t - y_t) + y_t): one token, (B, 1, d).
+
+    base = lambda_t * h_{t-1}, write = 1 - lambda_t.
+    """
 
     whole: FPRNNProblem
     factors: tuple[Tensor, ...]
-    decay: Tensor
+    write: Tensor
     base: Tensor
 
     @property
@@ -168,7 +171,7 @@ class TokenProblem:
     def evaluate(self, y: Tensor) -> Tensor:
         """Return the token map at y, (B, 1, d)."""
         mixed = self.whole.channel_mixer.apply(self.factors, self.whole.v - y) + y
-        return self.base + (1 - self.decay) * mixed
+        return self.base + self.write * mixed
 
     def select(self, rows: Tensor) -> Self:
         """Return the equations of the sequences `rows` alone."""
@@ -176,6 +179,6 @@ class TokenProblem:
             self,
             whole=self.whole.select(rows),
             factors=tuple(factor[rows] for factor in self.factors),
-            decay=self.decay[rows],
+            write=self.write[rows],
             base=self.base[rows],
         )

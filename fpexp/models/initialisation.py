@@ -13,6 +13,9 @@ from fpexp.ranges import Range
 Delta = Annotated[float, Range(minimum=1e-6, maximum=1e4)]
 """So that softplus, its inverse and float32 agree on it."""
 
+Rate = Annotated[float, Range(minimum=1e-6, maximum=1e4)]
+"""A decay rate -A whose logarithm and exponential float32 holds."""
+
 FLOOR = (0.9, 0.999)
 """Least decay of a channel at initialisation."""
 
@@ -49,6 +52,11 @@ def delta_projection(rank: int, width: int, delta_range: tuple[float, float]) ->
     with torch.no_grad():
         projection.bias.copy_(delta_bias(width, delta_range))
     return projection
+
+
+def delta_logits(projection: nn.Linear, dt: Tensor) -> Tensor:
+    """Return W_dt dt + b_dt; under autocast the product may be bfloat16, but not the bias, which keeps small Deltas."""
+    return nn.functional.linear(dt, projection.weight) + projection.bias
 
 
 def s4d_real(width: int, state_size: int) -> Tensor:

@@ -27,7 +27,8 @@ class ModelOutput:
 
 @dataclass(frozen=True)
 class DecodingState:
-    """What the tokens so far leave behind of `batch_size` sequences: each layer's own state, of one size for ever."""
+    """What the tokens so far leave behind of `batch_size` sequences: each layer's own state, of one size for
+    ever but for attention's, which grows."""
 
     batch_size: int
     layers: tuple[Any, ...]
@@ -52,7 +53,7 @@ class SequenceLayer(nn.Module):
         """Return the output, the solves and the state after u; `state` is the one before it, None at the start.
 
         In evaluation mode, without gradient. `state` is left as it was, and what is returned holds no more memory
-        after many tokens than after one.
+        after many tokens than after one; attention's keys and values are the exception.
         """
         raise NotImplementedError(f"{type(self).__name__} does not decode: it has no method that carries a state")
 
@@ -95,7 +96,7 @@ class LanguageModel(nn.Module):
     def decode(self, tokens: Tensor, state: DecodingState | None = None) -> tuple[ModelOutput, DecodingState]:
         """Read on: tokens (B, T), T >= 1, after those that `state` comes from, or from the start.
 
-        A whole prompt at once or one token at a time, the logits are the same and the state is as large. Layers that
+        A whole prompt at once or one token at a time, the logits are the same and so is the state. Layers that
         solve a fixed point do so token by token, whatever solver they were trained with. All tokens are real:
         sequences of unequal length are read separately. ValueError where the model is in training mode, where the
         tokens are not (B, T), or where the state is of another number of sequences; NotImplementedError where a layer

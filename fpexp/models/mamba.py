@@ -1,4 +1,4 @@
-"""Mamba (Gu and Dao 2023): the diagonal baseline, and what FP-Mamba is without its iteration."""
+"""Mamba (Gu and Dao 2023): the diagonal baseline, whose scan FP-Mamba iterates."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from torch.nn import functional
 
 from fpexp.fixed_point import Cap, SolveResult
 from fpexp.models.blocks import residual_model
-from fpexp.models.initialisation import Delta, delta_projection, s4d_real
+from fpexp.models.initialisation import Delta, delta_logits, delta_projection, s4d_real
 from fpexp.models.lm import LanguageModel, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
 from fpexp.models.sizes import check_ascends, inner_width
-from fpexp.ops.kernel import compute_type
 from fpexp.ops.selective_scan import selective_scan
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
 
@@ -75,8 +74,7 @@ class MambaLayer(SequenceLayer):
 
     def _scan(self, x: Tensor, z: Tensor, H: Tensor | None) -> tuple[Tensor, Tensor]:
         dt, b, c = self.x_projection(x).split(self.x_sizes, dim=-1)
-        before = self.dt_projection(dt)
-        delta = functional.softplus(before.to(compute_type(before.dtype)))
+        delta = functional.softplus(delta_logits(self.dt_projection, dt))
         y, H = selective_scan(x, delta, -self.A_log.exp(), b, c, self.D, H)
         return self.out_projection(functional.silu(z) * y), H
 

@@ -10,19 +10,19 @@ from torch.nn import functional
 
 from fpexp.fixed_point import Cap, SolveResult
 from fpexp.models.blocks import residual_model
-from fpexp.models.initialisation import Delta, delta_bias
+from fpexp.models.initialisation import Delta, Rate, delta_bias
 from fpexp.models.lm import LanguageModel, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
 from fpexp.models.sizes import check_ascends, check_divides, count_heads, inner_width
 from fpexp.ops.ssd import ssd
-from fpexp.ranges import Count, Depth, NonNegative, Positive, Probability
+from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
 
 
 @dataclass(frozen=True)
 class Carried:
     """What the past leaves behind: the convolution's last inputs (B, conv_width - 1, .), H (B, heads, P, N)."""
 
-    inputs: Tensor
+    inputs: Tensor | None
     H: Tensor
 
 
@@ -71,7 +71,7 @@ class Mamba2Layer(SequenceLayer):
         self.in_sizes = (width, width + 2 * shared, heads)
         self.conv_sizes = (width, shared, shared)
         self.in_projection = nn.Linear(d_model, sum(self.in_sizes), bias=False)
-        self.convolution = ShortConvolution(width + 2 * shared, conv_width)
+        self.convolution = ShortConvolution(width + 2 * shared, conv_width) if conv_width else None
         self.dt_bias = nn.Parameter(delta_bias(heads, delta_range))
         self.A_log = nn.Parameter(torch.empty(heads).uniform_(*a_range).log())
         self.D = nn.Parameter(torch.ones(heads))
@@ -81,12 +81,17 @@ class Mamba2Layer(SequenceLayer):
     def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
         """There is nothing to solve, and padding on the right changes no real token."""
         z, xbc, dt = self.in_projection(u).split(self.in_sizes, dim=-1)
-        return self._mix(z, self.convolution(xbc), dt, None)[0], ()
+        xbc = functional.silu(xbc) if self.convolution is None else self.convolution(xbc)
+        return self._mix(z, xbc, dt, None)[0], ()
 
     def decode(self, u: Tensor, state: Carried | None) -> tuple[Tensor, tuple[SolveResult, ...], Carried]:
         """As `forward`, from the convolution's inputs and H before u to those after it."""
         z, xbc, dt = self.in_projection(u).split(self.in_sizes, dim=-1)
-        xbc, inputs = self.convolution.decode(xbc, None if state is None else state.inputs)
+        inputs = None
+        if self.convolution is None:
+            xbc = functional.silu(xbc)
+        else:
+            xbc, inputs = self.convolution.decode(xbc, None if state is None else state.inputs)
         output, H = self._mix(z, xbc, dt, None if state is None else state.H)
         return output, (), Carried(inputs, H)
 
@@ -114,8 +119,8 @@ def mamba2(
     head_size: Count,
     state_size: Count,
     groups: Count,
-    conv_width: Count,
-    a_range: tuple[Positive, Positive],
+    conv_width: CountOrZero,
+    a_range: tuple[Rate, Rate],
     delta_range: tuple[Delta, Delta],
     mlp_expand: NonNegative,
     dropout: Probability,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,9 @@ from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, SolveResult
 from fpexp.models.blocks import residual_model
 from fpexp.models.lm import LanguageModel, SequenceLayer
-from fpexp.ranges import Count, Depth, NonNegative, Positive, Probability
+from fpexp.models.sizes import check_divides
+from fpexp.ops.kernel import compute_type
+from fpexp.ranges import Count, Depth, NonNegative, Probability, Range
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Attention(SequenceLayer):
     def decode(self, u: Tensor, state: Carried | None) -> tuple[Tensor, tuple[SolveResult, ...], Carried]:
         """Return the output, no solves, and the keys and values of all tokens."""
         output, state = self._attend(u, state)
-        return output, (), state
+        return output, (), Carried(state.keys, state.values.contiguous())  # not a view of the whole projection
 
     def _attend(self, u: Tensor, state: Carried | None) -> tuple[Tensor, Carried]:
         q, k, v = self.in_projection(u).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -60,9 +63,10 @@ def rotate(x: Tensor, first: int, base: float) -> Tensor:
     frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
     position = torch.arange(first, first + x.shape[2], device=x.device, dtype=torch.float64)
     angle = torch.outer(position, frequency)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+    dtype = compute_type(x.dtype)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    left, right = x.to(dtype).chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
 
 
 def transformer(
@@ -71,18 +75,14 @@ def transformer(
     d_model: Count,
     layers: Depth,
     heads: Count,
-    rope_base: Positive,
+    rope_base: Annotated[float, Range(minimum=1)],
     mlp_expand: NonNegative,
     dropout: Probability,
 ) -> LanguageModel:
     """Return a pre-norm Transformer language model. UserError where heads of an even size do not make up d_model."""
-    if d_model % (2 * heads):
-        allowed = ", ".join(str(n) for n in range(1, d_model // 2 + 1) if d_model % (2 * n) == 0)
-        fix = f"use model.heads={allowed}".replace(", ", " or ") if allowed else "use an even model.d_model"
-        raise UserError(
-            f"model.heads={heads} does not divide model.d_model={d_model} into heads of even size, as rotary positions "
-            f"need; {fix}"
-        )
+    if d_model % 2:
+        raise UserError(f"model.d_model={d_model} must be even: rotary positions turn pairs of channels")
+    check_divides("model.heads", heads, "half of the channels, model.d_model / 2", d_model // 2)
     return residual_model(
         vocabulary_size, d_model, layers, mlp_expand, dropout, lambda: Attention(d_model, heads, rope_base)
     )

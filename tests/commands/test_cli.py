@@ -192,14 +192,14 @@ def test_runs_of_nothing(cli: CommandLine) -> None:
 
 def test_list_models_counts_their_parameters(cli: CommandLine) -> None:
     """One line a model, its count at each scale that of the model which `train` builds."""
-    answer = cli("list", "models", "task=a4", "model.d_model=16")
+    answer = cli("list", "models", "task=a4", "model.d_model=32")
     assert answer.code == 0
     header, *lines = answer.out.splitlines()
-    assert header.split() == ["parameters", "scale=cpu", "scale=gpu", "scale=paper", "task=a4", "model.d_model=16"]
+    assert header.split() == ["parameters", "scale=cpu", "scale=gpu", "scale=paper", "task=a4", "model.d_model=32"]
     assert [line.split()[0] for line in lines] == list(choices("model"))
     for line in lines:
         name, *counts = line.split()[:4]
-        built = build(compose(["task=a4", "model.d_model=16", f"model={name}"])).model
+        built = build(compose(["task=a4", "model.d_model=32", f"model={name}"])).model
         assert counts[0] == f"{sum(parameter.numel() for parameter in built.parameters()):,}"
     assert "task=a5" in cli("list", "models").out.splitlines()[0]
 
@@ -347,6 +347,8 @@ assert taken < 0.5, taken
         (["evaluate", "run=nope", "samples=0"], ["samples=0 is out of range"]),
         (["list", "tasks", "model.d_model=8"], ["model.d_model=8", "fpexp list models"]),
         (["list", "models", "scale=cpu"], ["'scale=cpu'", "every scale"]),
+        (["list", "models", "model.d_model=16"], ["model=fp_mamba2_h: model.head_size=64 does not divide"]),
+        (["train", "task=a4", "model=mamba2", "model.a_range=[1,1e60]"], ["model.a_range"]),
         (["list", "models", "task=a55"], ["did you mean 'a5'?"]),
         (["list", "modles"], ["unknown kind 'modles'; did you mean 'models'?", "tasks"]),
         (["runs", "result_dir=x"], ["unknown key 'result_dir'; did you mean 'results_dir'?"]),

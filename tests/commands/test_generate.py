@@ -62,6 +62,12 @@ def test_a_prompt_that_cannot_be_read_is_one_line(cli: CommandLine, run: RunFold
     assert len(answer.err) < 300
 
 
+def test_a_limit_without_a_meaning_is_refused(cli: CommandLine, run: RunFolder) -> None:
+    answer = cli("generate", f"run={run.id}", "prompt=1", "limit=3")
+    assert answer.code == 2
+    assert "limit=3 has no meaning here" in answer.err
+
+
 def test_with_bos_its_token_is_read_and_not_scored(cli: CommandLine) -> None:
     run = start_run(tiny(Path("results"), "task.bos=true", model="lstm"), Recorder())
     answer = cli("generate", f"run={run.id}", "prompt=3 4")

@@ -17,7 +17,7 @@ from fpexp.commands.train import read_run_config
 from fpexp.config.catalogue import choices
 from fpexp.config.compose import compose, compose_jobs
 from fpexp.config.migration import LATER, migrate
-from fpexp.config.run import RunConfig, read_config
+from fpexp.config.run import RunConfig, read_config, write_config
 from fpexp.errors import UserError
 from fpexp.run import start_run
 
@@ -96,6 +96,14 @@ def test_a_run_with_such_a_config_is_loaded_and_evaluated(
     assert torch.equal(fpexp.load(run.id).head.weight, weight)
     answer = CommandLine(capsys, tmp_path)("evaluate", f"run={run.id}", "lengths=[3]", "samples=4")
     assert answer.code == 0, answer.err
+
+
+@pytest.mark.parametrize("model", choices("model"))
+def test_a_saved_config_keeps_its_fingerprint(tmp_path: Path, model: str) -> None:
+    """A sweep knows by it what has run."""
+    config = compose([f"model={model}", "task=a5"])
+    write_config(config, tmp_path / "config.yaml")
+    assert read_config(tmp_path / "config.yaml").fingerprint() == config.fingerprint()
 
 
 def test_a_present_config_stays_as_it_is(tmp_path: Path) -> None:

@@ -46,10 +46,25 @@ def test_gated_mlp_by_hand() -> None:
     np.testing.assert_allclose(to_numpy(layer(u[None], Cap(1), None)[0][0]), expected, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("heads", "fix"), [(3, "use model.heads=1 or 2 or 4"), (8, "use model.heads=1 or 2 or 4")])
-def test_heads_that_do_not_divide_are_refused(heads: int, fix: str) -> None:
-    with pytest.raises(UserError, match=rf"model\.heads={heads} does not divide model\.d_model=8 .*; {fix}$"):
-        tiny("model=transformer", f"model.heads={heads}")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.heads=3"], r"model\.heads=3 does not divide .*model\.d_model / 2 = 4; use 2 or 4"),
+        (["model.heads=8"], r"model\.heads=8 does not divide .*model\.d_model / 2 = 4; use 4"),
+        (["model.d_model=7"], r"model\.d_model=7 must be even"),
+        (["model.rope_base=0.5"], r"model\.rope_base=0\.5"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tiny("model=transformer", *words)
+
+
+def test_what_is_carried_is_no_view_of_more() -> None:
+    """Keys and values of a prompt hold the memory of keys and values alone."""
+    _, _, state = Attention(8, 2, 100.0).decode(torch.zeros(3, 5, 8), None)
+    for part in (state.keys, state.values):
+        assert part.untyped_storage().nbytes() == part.nbytes
 
 
 def test_an_mlp_of_nothing_is_refused() -> None:

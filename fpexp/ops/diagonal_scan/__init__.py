@@ -15,8 +15,8 @@ def diagonal_scan(a: Tensor, x: Tensor, state: Tensor | None = None, backend: st
     gets its gradient; only `reference` can be differentiated twice or forward. ValueError for shapes that do not fit;
     UserError for a `backend` that is not to be had.
     """
-    if x.dim() != 3 or a.shape != x.shape:
-        raise ValueError(f"diagonal_scan: a and x (B, T, d), not {tuple(a.shape)} and {tuple(x.shape)}")
+    if x.dim() != 3 or a.shape != x.shape or not x.shape[1]:
+        raise ValueError(f"diagonal_scan: a and x (B, T, d) with T >= 1, not {tuple(a.shape)} and {tuple(x.shape)}")
     if state is not None and state.shape != (x.shape[0], x.shape[2]):
         raise ValueError(f"diagonal_scan: state is {tuple(state.shape)}, not {(x.shape[0], x.shape[2])}")
     h: Tensor = backends.load("diagonal_scan", x.device, backend).diagonal_scan(a, x, state)
