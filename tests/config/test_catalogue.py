@@ -65,7 +65,7 @@ from fpexp.config.catalogue import conf_dir
 package = Path(fpexp.__file__).parent
 assert package.parent == Path({{site!r}}), package
 assert conf_dir() == package / "conf", conf_dir()
-assert main(["list", "models"]) == 0
+assert main(["list"]) == 0
 assert "torch" not in sys.modules
 assert main(["train", "task=a4", "model=lstm", *{TINY!r}]) == 0
 assert main(["train", "--help"]) == 0

@@ -231,7 +231,7 @@ def test_a_typo_in_the_section_beside_a_config_file(saved: RunConfig, tmp_path: 
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["model=lstn"], ["unknown model 'lstn'", "did you mean 'lstm'?", "(deltaproduct, fp_mamba_dplr, "]),
+        (["model=lstn"], ["unknown model 'lstn'", "did you mean 'lstm'?", "(deltaproduct, fp_mamba2_h, "]),
         (["modle=lstm"], ["unknown key 'modle'", "did you mean 'model'?"]),
         (["model=lstm,zz"], ["'model=lstm,zz'", "-m"]),
         (["seed=0,1"], ["'seed=0,1'", "-m"]),
