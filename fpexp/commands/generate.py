@@ -72,7 +72,7 @@ def _tag(loaded: LoadedRun, prompt: Tensor) -> Read:
     right = int((answers == targets[scored]).sum())
     columns = [task.write(row).split() for row in (prompt[scored], answers, targets[scored])]
     widths = [max(map(len, column)) for column in zip(*columns, strict=True)]
-    for name, row in zip(("prompt", "model", "right"), columns, strict=True):
+    for name, row in zip(("prompt", "model", "target"), columns, strict=True):
         print(f"{name:<9} " + " ".join(word.rjust(width) for word, width in zip(row, widths, strict=True)))
     print(f"right     {right} of {int(scored.sum())}")
     return read

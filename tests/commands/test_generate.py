@@ -27,8 +27,8 @@ def test_a_tagging_task_answers_under_each_token(cli: CommandLine, run: RunFolde
     assert rows["prompt"] == ["3", "11", "5", "0"]
     assert len(rows["model"]) == 4
     products = parse_group("A4").running_products(torch.tensor([[3, 11, 5, 0]]))[0].tolist()
-    assert rows["right"] == [str(product) for product in products]
-    right = sum(a == b for a, b in zip(rows["model"], rows["right"], strict=True))
+    assert rows["target"] == [str(product) for product in products]
+    right = sum(a == b for a, b in zip(rows["model"], rows["target"], strict=True))
     assert answer.out.splitlines()[3].split() == ["right", str(right), "of", "4"]
     assert "the same after the last" in answer.out
 
