@@ -10,6 +10,7 @@ from helpers import convolve, random, tiny, to_numpy
 
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap
+from fpexp.models.initialisation import delta_logits, delta_projection
 from fpexp.models.mamba import MambaLayer
 from fpexp.models.mamba import mamba as make_mamba
 
@@ -92,3 +93,11 @@ def test_logits_are_those_of_transformers() -> None:
         ours.load_state_dict(weights)
         tokens = torch.randint(12, (3, 17), generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, rtol=0, atol=1e-4)
+
+
+def test_under_autocast_the_bias_of_delta_is_not_rounded() -> None:
+    """CASES.md 14: W_dt dt may be bfloat16; with dt = 0, Delta is the float32 bias to the bit."""
+    projection = delta_projection(2, 64, (1e-3, 1e-1))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = delta_logits(projection, torch.zeros(1, 1, 2))
+    assert torch.equal(logits[0, 0], projection.bias)
