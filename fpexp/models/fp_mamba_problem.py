@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fpexp.channel_mixers.base import ChannelMixer, l2norm
-from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings, SweepTerms, sweep
+from fpexp.ops.fixed_point_sweep import SweepTerms, sweep
 from fpexp.ops.mixers import Columns, KnownTokens, MixedTokens, MixerForm
 from fpexp.ops.selective_scan import selective_scan
 from fpexp.ops.ssd import ssd
+from fpexp.ops.sweep import SweepResult, SweepSettings
 from fpexp.ops.token_mixing import mix_tokens
 
 P = ParamSpec("P")
