@@ -17,6 +17,7 @@ from fpexp.models.lm import LanguageModel, SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
 from fpexp.models.sizes import check_ascends
 from fpexp.ops.delta_rule import delta_rule
+from fpexp.ops.l2norm import l2norm
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
 
 
@@ -101,11 +102,6 @@ class DeltaNetLayer(SequenceLayer):
         if not a.shape[-1]:
             return None
         return -self.A_log.exp() * functional.softplus(a.to(self.dt_bias.dtype) + self.dt_bias)
-
-
-def l2norm(x: Tensor) -> Tensor:
-    """Return x / |x| over the last dimension; the small addend bounds its gradient at 0."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def gated_delta_net(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit
 
+from fpexp.ops.l2norm import EPSILON
 from fpexp.ops.mixers import Columns, MixerForm
 from fpexp.ops.simd.cpu import (
     LANES,
@@ -37,7 +38,6 @@ from fpexp.ops.simd.cpu import (
 
 HOUSEHOLDER, DPLR, KRONECKER = 0, 1, 2
 _KINDS = {"householder": HOUSEHOLDER, "dplr": DPLR, "kronecker": KRONECKER}
-EPSILON = 1e-6
 _TINY = 1e-15
 _RESCALE = 8  # power iterations without rescaling: a trace of 1 leaves at least n^-8
 
