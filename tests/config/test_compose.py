@@ -145,6 +145,17 @@ def composed(*words: str) -> dict[str, Any]:
         ([], "choices.schedule", "converge"),
         ([], "solver.tolerance", 0.1),
         ([], "solver.picard.outlier_quantile", 0.25),
+        (["model=fp_rnn_k"], "solver.picard.outlier_quantile", 0.1),
+        (["model=fp_mamba2_k"], "solver.picard.outlier_quantile", 0.1),
+        (["model=lstm", "solver=picard"], "solver.outlier_quantile", 0.25),
+        (["solver=anderson"], "solver.outlier_quantile", 0.25),
+        *(
+            (["model=fp_rnn_h", f"solver={s}"], "solver.outlier_quantile", 0.1)
+            for s in ("picard", "anderson", "lagged")
+        ),
+        (["solver=picard", "model=fp_mamba2_h"], "solver.outlier_quantile", 0.1),
+        (["model=fp_rnn_h", "solver=picard", "solver.outlier_quantile=0.3"], "solver.outlier_quantile", 0.3),
+        (["solver.outlier_quantile=0.25", "model=fp_rnn_h", "solver=picard"], "solver.outlier_quantile", 0.25),
         ([], "solver.inner_max_iterations", 100),
         ([], "schedule.max_iterations", 100),
         ([], "schedule.evaluation_max_iterations", 1000),
@@ -186,6 +197,25 @@ def test_defaults_are_those_of_the_specification(words: list[str], path: str, ex
     for name in path.split("."):
         value = value[name]
     assert value == expected
+
+
+def test_the_model_s_outliers_are_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sweep too, whose jobs Hydra composes; and they are no key of a run."""
+    monkeypatch.chdir(tmp_path)
+    cli = CommandLine(capsys, tmp_path)
+    words = ["task=a4", "model=fp_rnn_h", *TINY, "training.steps=1"]
+    assert cli("train", *words, "solver=picard").code == 0
+    assert cli("train", "-m", *words, "solver=anderson,lagged").code == 0
+    saved = [yaml.safe_load((run.path / "config.yaml").read_text()) for run in cli.runs()]
+    assert len(saved) == 3
+    assert all(tree["solver"]["outlier_quantile"] == 0.1 and "of_model" not in tree for tree in saved)
+
+
+def test_what_the_model_decides_is_overridden_where_it_is_used() -> None:
+    with pytest.raises(UserError, match=r"'of_model\.outlier_quantile' is .* set solver\.outlier_quantile instead"):
+        compose([*BASE, "of_model.outlier_quantile=0.2"])
 
 
 # CASES 32
