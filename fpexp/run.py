@@ -93,7 +93,7 @@ def _measure(
     measured = {row["length"] for row in read_rows(run.curve)}
     missing = [length for length in settings.lengths if length not in measured]
     if missing:
-        rows = length_curve(experiment, missing, settings.samples, trainer.lengths.drawn)
+        rows = length_curve(experiment, missing, settings.samples, trainer.batches.lengths.drawn)
         for row in interruption.between(rows):
             tracker.log({"kind": "curve", "step": trainer.progress.step, **row})
     try:

@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from fpexp.build import Experiment
+from fpexp.evaluation.metrics import Accuracy
+from fpexp.machine import autocast
 from fpexp.models import DecodingState, LanguageModel
+from fpexp.randomness import generator
+from fpexp.tasks import IGNORE, Answered
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,33 @@ def continue_greedily(model: LanguageModel, prompt: Tensor, stop_token: int | No
         token = output.logits.argmax(-1)
         written.append(token if stop_token is None else token.masked_fill(ended, stop_token))
     return Read(torch.cat(written, dim=1), (first_size, state_bytes(state)))
+
+
+@torch.no_grad()
+def measure_generation(experiment: Experiment, task: Answered, length: int) -> dict[str, Any]:
+    """Return the accuracies of answers that the model writes by itself, examples of one length; empty for none.
+
+    An answer that stops early or late is wrong from there on.
+    """
+    config, model, accuracy = experiment.config, experiment.model, Accuracy()
+    source = generator(config.seed, "test generation", length)
+    was_training = model.training
+    model.eval()
+    try:
+        for start in range(0, task.generated_samples, config.evaluation.batch_size):
+            size = min(config.evaluation.batch_size, task.generated_samples - start)
+            prompts, answers = task.sample_prompts(size, length, source)
+            with autocast(config):
+                read = continue_greedily(model, prompts.to(config.device), task.stop_token, answers.shape[1])
+            tokens = read.tokens.cpu()
+            missing = answers.shape[1] - tokens.shape[1]  # all sequences have stopped before
+            tokens = functional.pad(tokens, (0, missing), value=IGNORE)
+            accuracy.add_predictions(tokens, answers)
+    finally:
+        model.train(was_training)
+    summary = accuracy.summary()
+    names = ("token_accuracy", "sequence_accuracy", "n")
+    return {f"generated_{name}": summary[name] for name in names} if accuracy.sequences else {}
 
 
 def state_bytes(state: Any) -> int:

@@ -8,21 +8,24 @@ from typing import Any
 import torch
 
 from fpexp.build import Experiment
-from fpexp.evaluation.metrics import Accuracy, LayerStatistics
+from fpexp.evaluation.generation import measure_generation
+from fpexp.evaluation.metrics import Accuracy, LayerStatistics, perplexities, scaled_accuracy
 from fpexp.machine import autocast
 from fpexp.models import ModelOutput
 from fpexp.randomness import generator
-from fpexp.tasks import Batch, Task
+from fpexp.tasks import Answered, Batch, HeldOut, Task
 
 
 @torch.no_grad()
 def evaluate_length(experiment: Experiment, length: int, samples: int, split: str, index: int = 0) -> dict[str, Any]:
     """Return the accuracies and solver statistics over `samples` fresh sequences of one length."""
-    accuracy, statistics = Accuracy(), LayerStatistics()
+    accuracy, statistics, text = Accuracy(), LayerStatistics(), 0
     for batch, output in _forward(experiment, length, samples, split, index):
-        accuracy.add(output.logits, batch.targets)
+        accuracy.add(output.logits, batch.targets, batch.examples)
         statistics.add(output.solves)
-    return {"length": length, **accuracy.summary(), **statistics.summary()}
+        if isinstance(experiment.task, HeldOut):
+            text += experiment.task.count_bytes(batch.targets)
+    return {"length": length, **accuracy.summary(), **perplexities(accuracy, text), **statistics.summary()}
 
 
 def length_curve(
@@ -39,14 +42,17 @@ def length_curve(
         rows: Iterator[dict[str, Any]] = iter(_prefix_rows(experiment, lengths, samples))
     else:
         rows = (evaluate_length(experiment, n, samples, "test", index=n) for n in lengths)
+    task = experiment.task
     for row in rows:
-        count = _holding(experiment.task, drawn, row["length"])
+        count = _holding(task, drawn, row["length"])
         yield {
             **row,
-            "chance": experiment.task.chance,
-            "decoding": experiment.task.decoding,
+            **(measure_generation(experiment, task, row["length"]) if isinstance(task, Answered) else {}),
+            "scaled_accuracy": scaled_accuracy(row["token_accuracy"], task.chance),
+            "chance": task.chance,
+            "decoding": task.decoding,
             "seen_in_training": count > 0,
-            "expected_overlap": experiment.task.expected_overlap(row["length"], count),
+            "expected_overlap": task.expected_overlap(row["length"], count),
         }
 
 
@@ -71,15 +77,23 @@ def _forward(
 ) -> Iterator[tuple[Batch, ModelOutput]]:
     """Yield batches and what the model, in evaluation mode, says of them."""
     config, model = experiment.config, experiment.model
-    size = config.evaluation.batch_size
-    source = generator(config.seed, split, index)
     was_training = model.training
     model.eval()
     try:
-        for start in range(0, samples, size):
-            batch = experiment.task.sample(min(size, samples - start), length, source).to(config.device)
+        for drawn in _batches(experiment, length, samples, generator(config.seed, split, index), split):
+            batch = drawn.to(config.device)
             with autocast(config):
                 output = model(batch.inputs, experiment.schedule.evaluation_cap(), batch.mask)
             yield batch, output
     finally:
         model.train(was_training)
+
+
+def _batches(experiment: Experiment, length: int, samples: int, source: torch.Generator, split: str) -> Iterator[Batch]:
+    """Yield `samples` fresh sequences, or all that the task holds out for the split."""
+    task, size = experiment.task, experiment.config.evaluation.batch_size
+    if isinstance(task, HeldOut):
+        yield from task.held_out(split, length, size)
+        return
+    for start in range(0, samples, size):
+        yield task.sample(min(size, samples - start), length, source)

@@ -32,22 +32,27 @@ class Accuracy:
     sequences_right: int = 0
     last_right: int = 0
 
-    def add(self, logits: Tensor, targets: Tensor) -> None:
-        """Count a batch: logits (B, T, V), targets (B, T) with `IGNORE` where nothing is scored."""
-        self.add_predictions(logits.argmax(-1), targets)
+    def add(self, logits: Tensor, targets: Tensor, examples: Tensor | None = None) -> None:
+        """Count a batch: logits (B, T, V), targets and examples (B, T) as in `Batch`."""
+        self.add_predictions(logits.argmax(-1), targets, examples)
         self.loss += float(summed_loss(logits.detach(), targets))
 
-    def add_predictions(self, predictions: Tensor, targets: Tensor) -> None:
-        """Count predicted indices (B, T). A sequence without a scored position does not count."""
+    def add_predictions(self, predictions: Tensor, targets: Tensor, examples: Tensor | None = None) -> None:
+        """Count predicted indices (B, T). A sequence is an example; one without a scored position does not count."""
         scored = targets != IGNORE
-        right = (predictions == targets) & scored
-        some = scored.any(-1)
-        last = scored.shape[1] - 1 - scored.flip(-1).long().argmax(-1)
+        wrong = (predictions != targets) & scored
         self.tokens += int(scored.sum())
-        self.tokens_right += int(right.sum())
-        self.sequences += int(some.sum())
-        self.sequences_right += int((some & (right == scored).all(-1)).sum())
-        self.last_right += int((right.gather(-1, last.unsqueeze(-1)).squeeze(-1) & some).sum())
+        self.tokens_right += int(scored.sum() - wrong.sum())
+        rows, positions = scored.nonzero(as_tuple=True)
+        if len(rows) == 0:
+            return
+        numbers = rows if examples is None else rows * scored.shape[1] + examples[rows, positions]
+        _, lengths = numbers.unique_consecutive(return_counts=True)  # scored positions of each example
+        last = lengths.cumsum(0) - 1
+        mistakes = wrong[rows, positions].cumsum(0)[last].diff(prepend=lengths.new_zeros(1))
+        self.sequences += len(lengths)
+        self.sequences_right += int((mistakes == 0).sum())
+        self.last_right += int((~wrong[rows, positions])[last].sum())
 
     def summary(self) -> dict[str, Any]:
         """Return the accuracies; None where nothing was scored."""
@@ -58,6 +63,27 @@ class Accuracy:
             "loss": _ratio(self.loss, self.tokens),
             "n": self.sequences,
         }
+
+
+def scaled_accuracy(accuracy: float | None, chance: float) -> float | None:
+    """Return (accuracy - chance) / (1 - chance): 0 for a guess, 1 for all right."""
+    return None if accuracy is None else (accuracy - chance) / (1 - chance)
+
+
+def perplexities(accuracy: Accuracy, text_bytes: int) -> dict[str, Any]:
+    """Return the perplexity of a token and, over the bytes that the tokens stand for, of a byte; empty without text."""
+    if text_bytes == 0:
+        return {}
+    return {
+        "perplexity": _exp(accuracy.loss / accuracy.tokens),
+        "byte_perplexity": _exp(accuracy.loss / text_bytes),
+        "tokens": accuracy.tokens,
+        "bytes": text_bytes,
+    }
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf
 
 
 @dataclass

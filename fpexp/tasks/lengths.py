@@ -14,7 +14,9 @@ from fpexp.ranges import Count, Fraction
 @dataclass(frozen=True)
 class LengthPolicy:
     """`fixed`: always `max`. `uniform`: one length a batch from [min, max]. `grow`: from `min` to `max` by one
-    whenever the last scored token is right in the share `mastery` of a training batch.
+    whenever a training batch reaches the accuracy `mastery`, of the kind that the task says.
+
+    Of a batch with examples of several lengths, these are the longest's; the others are no shorter than `min`.
     """
 
     policy: Literal["fixed", "uniform", "grow"]
@@ -35,16 +37,19 @@ class Lengths:
         self.current = policy.min if policy.policy == "grow" else policy.max
         self.drawn: dict[int, int] = {}
 
-    def next(self, size: int, generator: torch.Generator) -> int:
-        """Return the length of the next batch of `size` sequences."""
+    def next(self, generator: torch.Generator) -> int:
+        """Return the length of the next batch."""
         if self.policy.policy == "uniform":
             self.current = int(torch.randint(self.policy.min, self.policy.max + 1, (), generator=generator))
-        self.drawn[self.current] = self.drawn.get(self.current, 0) + size
         return self.current
 
-    def observe(self, last_token_accuracy: float) -> None:
+    def count(self, length: int, examples: int) -> None:
+        """Take note that training has drawn examples of a length."""
+        self.drawn[length] = self.drawn.get(length, 0) + examples
+
+    def observe(self, accuracy: float) -> None:
         """Take note of how a training batch of the current length went."""
-        mastered = last_token_accuracy >= self.policy.mastery
+        mastered = accuracy >= self.policy.mastery
         if self.policy.policy == "grow" and mastered and self.current < self.policy.max:
             self.current += 1
 

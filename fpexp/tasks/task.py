@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,23 +18,33 @@ IGNORE = -100  # target of a position that is not scored, the default of torch's
 class Batch:
     """`inputs` (B, T) token indices; `targets` (B, T), `IGNORE` where nothing is scored.
 
-    `mask` (B, T) is true at real tokens, padding on the right; None when all are real.
+    `mask` (B, T) is true at real tokens, padding on the right; None when all are real. `examples` (B, T) tells where
+    a row holds several: the number, from 0, of the one that a position belongs to; None when a row is one example.
     """
 
     inputs: Tensor
     targets: Tensor
     mask: Tensor | None = None
+    examples: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
-        mask = None if self.mask is None else self.mask.to(device)
-        return Batch(self.inputs.to(device), self.targets.to(device), mask)
+        return self._each(lambda part: part.to(device))
+
+    def rows(self, selection: slice) -> Batch:
+        """Return some of the sequences."""
+        return self._each(lambda part: part[selection])
 
     def chunk(self, parts: int) -> list[Batch]:
         """Split into at most `parts` batches of consecutive sequences."""
-        masks: Any = [None] * parts if self.mask is None else self.mask.chunk(parts)
-        pairs = zip(self.inputs.chunk(parts), self.targets.chunk(parts), strict=True)
-        return [Batch(inputs, targets, mask) for (inputs, targets), mask in zip(pairs, masks, strict=False)]
+        total = len(self.inputs)
+        size = -(-total // parts)
+        return [self.rows(slice(start, start + size)) for start in range(0, total, size)]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        mask = None if self.mask is None else change(self.mask)
+        examples = None if self.examples is None else change(self.examples)
+        return Batch(change(self.inputs), change(self.targets), mask, examples)
 
     @property
     def scored(self) -> int:
@@ -52,6 +63,8 @@ class Task(Protocol):
     """How outputs are read, recorded with every accuracy."""
     prefixes_are_samples: bool
     """True where the first k positions of a longer sample are a sample of length k, targets included."""
+    mastered_by: str
+    """Which accuracy of a training batch `lengths.mastery` is about: last_token_accuracy or sequence_accuracy."""
 
     def sample(self, size: int, length: int, generator: torch.Generator) -> Batch:
         """Draw `size` sequences of `length`."""
@@ -65,8 +78,62 @@ class Task(Protocol):
         """Raise a `UserError` that names `key` when a sequence of `length` does not fit."""
         ...
 
-    def expected_overlap(self, length: int, drawn: int) -> float:
-        """Return the expected share of fresh sequences of `length` that are among `drawn` training sequences."""
+    def expected_overlap(self, length: int, drawn: int) -> float | None:
+        """Return the expected share of fresh examples of `length` that are among `drawn` ones seen in training.
+
+        None where nobody knows.
+        """
+        ...
+
+
+@runtime_checkable
+class Mixed(Protocol):
+    """A task whose training batches hold examples of several lengths."""
+
+    def sample_mixed(self, size: int, longest: int, generator: torch.Generator) -> tuple[Batch, Tensor]:
+        """Draw `size` sequences of examples no longer than `longest`; also return the examples' lengths (E,)."""
+        ...
+
+
+class Stream(Protocol):
+    """Training batches in an order of their own, with a position."""
+
+    def read(self, size: int) -> Batch:
+        """Return the next `size` sequences."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after what was read, as JSON-able values."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a saved position."""
+        ...
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        ...
+
+
+@runtime_checkable
+class Streamed(Protocol):
+    """A task whose training batches are read and not drawn."""
+
+    def open_stream(self, seed: int) -> Stream:
+        """Return the training data from its beginning, in the order of a seed."""
+        ...
+
+
+@runtime_checkable
+class HeldOut(Protocol):
+    """A task with a fixed text to measure on, whatever the seed."""
+
+    def held_out(self, split: str, length: int, batch_size: int) -> Iterator[Batch]:
+        """Yield all of the split `validation` or `test`, in sequences of `length`."""
+        ...
+
+    def count_bytes(self, targets: Tensor) -> int:
+        """Return how many bytes of text the scored targets stand for."""
         ...
 
 
@@ -94,6 +161,19 @@ class Tagging(Protocol):
 
 @runtime_checkable
 class Generating(Protocol):
-    """A prompted task whose answer is written after the prompt, up to `stop_token`."""
+    """A prompted task whose answer is written after the prompt, up to `stop_token` where there is one."""
 
-    stop_token: int
+    stop_token: int | None
+
+
+@runtime_checkable
+class Answered(Protocol):
+    """A generating task with right answers, so that what a model writes has an accuracy."""
+
+    stop_token: int | None
+    generated_samples: int
+    """How many answers a length of the curve are written; 0 for none."""
+
+    def sample_prompts(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw prompts (size, P) of examples of `length` and their answers (size, A), which end in the stop token."""
+        ...

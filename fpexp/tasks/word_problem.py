@@ -27,6 +27,7 @@ class WordProblem:
 
     decoding = "tagging"
     prefixes_are_samples = True
+    mastered_by = "last_token_accuracy"
 
     def __init__(
         self, *, group: str, bos: bool, lengths: LengthPolicy, context: Count, table_limit: CountOrZero

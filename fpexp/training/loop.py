@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ from fpexp.machine import autocast
 from fpexp.randomness import derive_seed, generator
 from fpexp.run_folder import RunFolder
 from fpexp.tasks import Batch
-from fpexp.tasks.lengths import Lengths
 from fpexp.tracking.tracker import Tracker
 from fpexp.training import checkpoint
+from fpexp.training.batches import Batches
 from fpexp.training.interruption import Interruption
 from fpexp.training.optimizer import learning_rate, make_optimizer
 
@@ -48,7 +49,7 @@ class Trainer:
         self.config = experiment.config.training
         self.model = experiment.model
         self.optimizer = make_optimizer(self.model, self.config)
-        self.lengths = Lengths(experiment.task.lengths)
+        self.batches = Batches(experiment.task, self.config.batch_size, experiment.config.seed)
         self.progress = Progress()
         torch.manual_seed(derive_seed(experiment.config.seed, "dropout"))
 
@@ -57,12 +58,16 @@ class Trainer:
         saved.load_model(self.model)
         saved.load_optimizer(self.optimizer)
         saved.load_randomness()
-        self.lengths.load_state_dict(saved.state["lengths"])
+        self.batches.load_state_dict(saved.state)
         self.progress = Progress(**saved.state["progress"])
 
     def fit(self) -> None:
         """Train to the end. On a signal the state is saved before `Interrupted` goes on."""
         self.model.train()
+        with closing(self.batches):
+            self._fit()
+
+    def _fit(self) -> None:
         try:
             while True:
                 if self._validation_due():
@@ -82,7 +87,7 @@ class Trainer:
         """Write a checkpoint of the present step and drop the old ones; weights that are not finite are refused."""
         if bad := checkpoint.first_non_finite(self.model.state_dict()):
             raise FpexpError(f"step {self.progress.step}: {bad} is not finite and was not saved; lower training.lr")
-        state = {"progress": vars(self.progress), "lengths": self.lengths.state_dict()}
+        state = {"progress": vars(self.progress), **self.batches.state_dict()}
         checkpoint.save(self.run.checkpoints, self.progress.step, self.model, self.optimizer, state)
         checkpoint.prune(self.run.checkpoints, self.config.keep_checkpoints)
 
@@ -99,28 +104,25 @@ class Trainer:
 
     def _train_one_step(self) -> None:
         began = time.monotonic()
-        step, seed = self.progress.step, self.experiment.config.seed
-        source = generator(seed, "train", step)
-        length = self.lengths.next(self.config.batch_size, source)
-        batch = self.experiment.task.sample(self.config.batch_size, length, source)
+        step = self.progress.step
+        batch, length = self.batches.next(step)
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         accuracy, statistics = self._accumulate(batch)
         norm = self._gradient_norm()
-        loss = accuracy.summary()["loss"]
+        summary = accuracy.summary()
+        loss = summary["loss"]
         if math.isfinite(norm) and loss is not None and math.isfinite(loss):
             self.optimizer.step()
             self.progress.skipped_in_a_row = 0
         else:
             self._skip_or_stop(step, loss, norm)
-        self.lengths.observe(accuracy.summary()["last_token_accuracy"] or 0.0)
+        self.batches.observe(summary)
         self.progress.step += 1
         self.progress.seconds += time.monotonic() - began
         if self.progress.step % self.config.log_every == 0 or step == 0 or self._done():
-            self._log(
-                "train", {"length": length, **accuracy.summary(), **statistics.summary(), "lr": lr, "grad_norm": norm}
-            )
+            self._log("train", {"length": length, **summary, **statistics.summary(), "lr": lr, "grad_norm": norm})
         self.tracker.progress(self.progress.step)
 
     def _accumulate(self, batch: Batch) -> tuple[Accuracy, LayerStatistics]:
@@ -136,7 +138,7 @@ class Trainer:
             with autocast(config):
                 output = self.model(part.inputs, cap, part.mask)
             (summed_loss(output.logits, part.targets) / scored).backward()
-            accuracy.add(output.logits.detach(), part.targets)
+            accuracy.add(output.logits.detach(), part.targets, part.examples)
             statistics.add(output.solves)  # after the backward pass, which fills its part in
         return accuracy, statistics
 
@@ -163,7 +165,7 @@ class Trainer:
         step = self.progress.step
         samples = self.experiment.config.evaluation.validation_samples
         with self.interruption.at_once():
-            row = evaluate_length(self.experiment, self.lengths.policy.max, samples, "validation")
+            row = evaluate_length(self.experiment, self.experiment.task.lengths.max, samples, "validation")
         accuracy, goal = row["sequence_accuracy"], self.config.stop_at_accuracy
         best = accuracy > self.progress.best_accuracy
         self.progress.validated_at = step

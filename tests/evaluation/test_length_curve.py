@@ -274,7 +274,7 @@ def test_seen_lengths_survive_a_resume(tmp_path: Path) -> None:
     run = RunFolder.create(config)
     trainer = sit(run, build(config), Recorder())
     again = sit(run, build(config), Recorder(), resume=True)
-    assert again.lengths.drawn == trainer.lengths.drawn == {2: 4, 3: 4, 4: 16}
+    assert again.batches.lengths.drawn == trainer.batches.lengths.drawn == {2: 4, 3: 4, 4: 16}
 
 
 def test_evaluation_settings_are_the_configs(tmp_path: Path) -> None:

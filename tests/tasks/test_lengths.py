@@ -12,8 +12,11 @@ from fpexp.randomness import generator
 from fpexp.tasks.lengths import LengthPolicy, Lengths
 
 
-def drawn(lengths: Lengths, steps: int, size: int = 8) -> list[int]:
-    return [lengths.next(size, generator(0, "train", step)) for step in range(steps)]
+def drawn(lengths: Lengths, steps: int) -> list[int]:
+    found = [lengths.next(generator(0, "train", step)) for step in range(steps)]
+    for length in found:
+        lengths.count(length, 8)
+    return found
 
 
 def test_fixed_is_always_the_longest() -> None:
@@ -52,13 +55,13 @@ def test_growth_by_one_and_only_when_mastered() -> None:
 def test_state_comes_back_through_json(policy: str) -> None:
     a = Lengths(LengthPolicy(policy, 2, 12, 0.5))  # type: ignore[arg-type]
     for step in range(5):
-        a.next(4, generator(1, "train", step))
+        a.count(a.next(generator(1, "train", step)), 4)
         a.observe(step / 5)
     b = Lengths(a.policy)
     b.load_state_dict(json.loads(json.dumps(a.state_dict())))
     assert (b.current, b.drawn) == (a.current, a.drawn)
     for step in range(5, 10):
-        assert a.next(4, generator(1, "train", step)) == b.next(4, generator(1, "train", step))
+        assert a.next(generator(1, "train", step)) == b.next(generator(1, "train", step))
         a.observe(0.6)
         b.observe(0.6)
     assert b.state_dict() == a.state_dict()

@@ -266,7 +266,7 @@ class Unequal:
     lengths_of_rows = (8, 1, 3, 5, 8, 2, 7, 4)
 
     def __init__(self, task: Any) -> None:
-        self.lengths, self.vocabulary_size = task.lengths, task.vocabulary_size
+        self.lengths, self.vocabulary_size, self.mastered_by = task.lengths, task.vocabulary_size, task.mastered_by
 
     def sample(self, size: int, length: int, generator: torch.Generator) -> Batch:
         mask = torch.arange(8) < torch.tensor(self.lengths_of_rows)[:, None]
