@@ -79,10 +79,8 @@ def _corpus(config: RunConfig) -> Corpus:
     known = settings_of(config.task.resolve())
     if not {"source", "tokenizer"} <= known.keys():
         raise UserError(f"task={config.choices.task} has no documents to prepare; use task=fineweb")
-    defaults = {
-        name: parameter.default for name, parameter in known.items() if parameter.default is not parameter.empty
-    }
-    settings = {name: value for name, value in {**defaults, **config.task.settings}.items() if name in fields}
+    given = config.task.settings
+    settings = {name: given.get(name, known[name].default) for name in fields & known.keys()}
     corpus: Corpus = Checker({}).check(Corpus, settings, "task")
     if corpus.source == "shards":
         raise UserError("task.source=shards is prepared already; use task.source=local task.files='<pattern>' or hub")

@@ -21,7 +21,7 @@ from fpexp.data.tokenizer import Tokenizer
 from fpexp.errors import FpexpError, UserError
 
 PIECE = 2**18  # tokens written at once
-HELD_OUT = ("validation.bin", "test.bin")
+VALIDATION, TEST = "validation.bin", "test.bin"
 
 
 def prepare(
@@ -70,9 +70,7 @@ def _locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(
-                f"'{folder}' is being written by another process; wait, or use data.output=<folder>"
-            ) from error
+            raise UserError(f"another process writes to '{folder}'; wait, or use data.output=<folder>") from error
         yield
 
 
@@ -93,16 +91,15 @@ def _open(
     content = tokenizer.content()
     if content is not None:
         (folder / TOKENIZER).write_bytes(content)
-    files = []
-    for name, tokens in zip(HELD_OUT, (held_out.validation, held_out.test), strict=True):
-        files.append(_write(folder / name, [tokens.numpy()], dtype))
-    manifest = Manifest(corpus, order, dtype.str, *files)
+    validation = _write(folder / VALIDATION, [held_out.validation.numpy()], dtype)
+    test = _write(folder / TEST, [held_out.test.numpy()], dtype)
+    manifest = Manifest(corpus, order, dtype.str, validation, test)
     manifest.write(folder)
     return manifest
 
 
 def _is_ours(name: str) -> bool:
-    return name.removesuffix(".partial") in (*HELD_OUT, TOKENIZER) or name.startswith("shard_")
+    return name.removesuffix(".partial") in (VALIDATION, TEST, TOKENIZER) or name.startswith("shard_")
 
 
 def _write_shards(

@@ -58,6 +58,7 @@ class TokenStream:
         self.context = context
         self._order, self._tokenizer, self._workers = order, tokenizer, workers
         self._corpus = dict(corpus or {})
+        self._ahead: Ahead | None = None
         self._go_to(Place(), 0)
 
     def read(self, n: int) -> Tensor:
@@ -97,7 +98,6 @@ class TokenStream:
         self._available = -offset
         self._offset = offset
         self._first = place
-        self._ahead: Ahead | None = None
 
     def _peek(self, count: int) -> Tokens:
         """Return the next `count` tokens (fewer at the end), and stay before them."""

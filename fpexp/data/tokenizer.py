@@ -227,8 +227,8 @@ class TokenizerFile(_Library):
         if len(special) == 1:
             return next(iter(special.values()))
         raise UserError(
-            f"the tokenizer {self.name} must have a special token that ends a document: {', '.join(SEPARATORS)}, or any "
-            f"single one (it has: {', '.join(special) or 'none'})"
+            f"the tokenizer {self.name} needs a special token that ends a document: {', '.join(SEPARATORS)}, or "
+            f"any single one (it has: {', '.join(special) or 'none'})"
         )
 
 
