@@ -48,9 +48,13 @@ def hold_out(source: Source, tokenizer: Tokenizer, tokens: int) -> tuple[HeldOut
 
 
 def _documents(source: Source) -> Iterator[tuple[Start, str]]:
+    found = False
     for part in range(source.parts):
         for row, text in enumerate(source.read(part, 0)):
+            found = True
             yield Start(part, row), text
+    if not found:
+        raise UserError("there is no document at all; give files that hold some, by task.files='<pattern>'")
 
 
 def _next(documents: Iterator[tuple[Start, str]], tokens: int) -> tuple[Start, str]:
@@ -59,7 +63,5 @@ def _next(documents: Iterator[tuple[Start, str]], tokens: int) -> tuple[Start, s
         raise UserError(
             f"the documents are too few to leave any for training after {tokens} tokens each of validation and test; "
             "lower task.validation_tokens, or give more files"
-            if tokens
-            else "there is no document at all; give files that hold some, by task.files='<pattern>'"
         )
     return found
