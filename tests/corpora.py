@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ def write_parquet(path: Path, texts: Sequence[str | None], column: str = "text",
 def write_files(folder: Path, texts: Sequence[str], files: int) -> list[list[str]]:
     """Write the texts into JSON lines files of unequal size and return what each holds."""
     edges = [0, *(len(texts) * i // files + i % 3 for i in range(1, files)), len(texts)]
-    parts = [list(texts[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    parts = [list(texts[a:b]) for a, b in itertools.pairwise(edges)]
     for i, part in enumerate(parts):
         write_jsonl(folder / f"part_{i:03}.jsonl", part)
     return parts

@@ -88,8 +88,8 @@ def _corpus(config: RunConfig) -> Corpus:
 
 
 def _default_output(config: RunConfig, corpus: Corpus) -> str:
-    name = re.sub(r"[^\w.]+", "_", f"{config.choices.task}-{Path(corpus.tokenizer).stem}")
-    return str(Path(config.results_dir) / "data" / name)
+    names = (config.choices.task, Path(corpus.tokenizer).stem)
+    return str(Path(config.results_dir) / "data" / "-".join(re.sub(r"[^\w.]+", "_", name) for name in names))
 
 
 def _write(corpus: Corpus, output: Path, seed: int, tokens: int, shard_tokens: int) -> Manifest:

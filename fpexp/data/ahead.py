@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import Full, Queue
+from queue import Empty, Full, Queue
 from typing import Any
 
 from fpexp.data.order import Place
@@ -68,11 +68,18 @@ class Ahead:
     def __next__(self) -> Encoded:
         if self._inline is not None:
             return next(self._inline)
-        item = self._queue.get()
+        item = self._get()
         if isinstance(item, Future):
             return item.result()
         self.close()
         raise StopIteration if item is None else item
+
+    def _get(self) -> Future[Encoded] | BaseException | None:
+        while True:
+            try:
+                return self._queue.get(timeout=POLL)  # without one, a signal that another thread takes would wait too
+            except Empty:
+                continue
 
     def close(self) -> None:
         """End the threads, and with them the iteration."""

@@ -121,7 +121,7 @@ def test_a_missing_column_names_those_there_are(tmp_path: Path) -> None:
 def test_what_is_not_text_is_refused_with_its_row(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     for value, name in (("5", "int"), ("null", "null"), ("[]", "list"), ("2.5", "float"), ("{}", "dict")):
-        path.write_text('{"text": "a"}\n{"text": %s}\n' % value)
+        path.write_text('{"text": "a"}\n{"text": ' + value + "}\n")
         one_line(path, UserError, rf"'text' in line 2 of .* is {name}, not text")
     path.write_text('{"text": "a"}\n"b"\n')
     one_line(path, UserError, r"^line 2 of .* is no JSON object")

@@ -51,7 +51,9 @@ def test_too_few_documents(tmp_path: Path) -> None:
     for tokens in (4, 5, 100):
         if tokens == 4:
             write_jsonl(path, ["abc", "dez"])
-        with pytest.raises(UserError, match=r"too few to leave any for training after \d+ tokens .*lower task.validation"):
+        with pytest.raises(
+            UserError, match=r"too few to leave any for training after \d+ tokens .*lower task.validation"
+        ):
             local(path, validation_tokens=tokens).stream(8, seed=0)
 
 

@@ -71,7 +71,7 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         open_tokenizer(str(tmp_path / "none.json"))
     for content in (b"", b'{"a": 1}', b"\xff\xfe"):
         (tmp_path / "bad.json").write_bytes(content)
-        with pytest.raises(UserError, match="bad.json is no tokenizer.json: "):
+        with pytest.raises(UserError, match=r"bad.json is no tokenizer.json: "):
             open_tokenizer(str(tmp_path / "bad.json"))
 
 
@@ -85,7 +85,9 @@ def test_gpt2_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(f"no route to the hub for {name}\nand more")
 
     monkeypatch.setattr("tokenizers.Tokenizer", type("NoNetwork", (), {"from_pretrained": staticmethod(fail)}))
-    with pytest.raises(FpexpError, match=r"^cannot fetch .*\(no route to the hub for gpt2\).*task.tokenizer=<") as error:
+    with pytest.raises(
+        FpexpError, match=r"^cannot fetch .*\(no route to the hub for gpt2\).*task.tokenizer=<"
+    ) as error:
         open_tokenizer("gpt2").encode("a")
     assert error.value.exit_code == 1
     assert "\n" not in str(error.value)
@@ -97,5 +99,5 @@ def test_gpt2_is_not_another_tokenizer(tmp_path: Path, monkeypatch: pytest.Monke
     path = make_tokenizer(tmp_path / "tok.json")
     fake = type("Other", (), {"from_pretrained": staticmethod(lambda name: Library.from_file(str(path)))})
     monkeypatch.setattr("tokenizers.Tokenizer", fake)
-    with pytest.raises(FpexpError, match="is another; use task.tokenizer="):
+    with pytest.raises(FpexpError, match=r"is another; use task.tokenizer="):
         open_tokenizer("gpt2").encode("a")
