@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -52,7 +53,7 @@ def _prepare(arguments: list[str]) -> int:
     named = any(word.startswith(("model=", "experiment=")) for word in words)
     config = compose(words if named else [*words, UNUSED_MODEL])
     corpus = _corpus(config)
-    output = options.get("output") or _default_output(config, corpus)
+    output = os.path.expanduser(options.get("output") or _default_output(config, corpus))
     manifest = _write(corpus, Path(output), config.seed, options["tokens"], options.get("shard_tokens", SHARD_TOKENS))
     if manifest.tokens < options["tokens"]:
         print(f"the documents end after {manifest.tokens:,} tokens, fewer than data.tokens={options['tokens']}")

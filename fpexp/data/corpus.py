@@ -69,7 +69,7 @@ class Corpus:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        kept = Path(self.files or "") / TOKENIZER
+        kept = Path(self.files or "").expanduser() / TOKENIZER
         if self.source == "shards" and self.tokenizer == "gpt2" and kept.is_file():
             return GPT2(kept)  # prepared tokens are read without a network
         return open_tokenizer(self.tokenizer)
@@ -86,7 +86,7 @@ class Corpus:
 
     @cached_property
     def _shards(self) -> Shards:
-        shards = Shards(Path(self._given_files("<folder of fpexp data prepare>")))
+        shards = Shards(Path(self._given_files("<folder of fpexp data prepare>")).expanduser())
         prepared = {"tokenizer": shards.manifest.corpus["tokenizer"]}
         check_same(prepared, {"tokenizer": describe(self._tokenizer)}, f"'{shards.folder}' is of another tokenizer")
         return shards

@@ -45,10 +45,12 @@ def prepare(
     try:
         with _locked(folder):
             manifest = _open(folder, held_out, corpus, {**order, "shard_tokens": shard_tokens}, tokenizer)
+            manifest.check_files(folder)
             if manifest.tokens >= tokens:
                 return manifest
             if manifest.shards and manifest.shards[-1].tokens < shard_tokens:  # it ended where fewer were asked for
                 manifest = dataclasses.replace(manifest, shards=manifest.shards[:-1])
+                manifest.write(folder)  # before its last shard is written anew
             if manifest.shards:
                 stream.load_state_dict({**stream.state_dict(), **(manifest.shards[-1].state or {})})
             return _write_shards(stream, folder, manifest, tokens, shard_tokens, progress)

@@ -64,6 +64,15 @@ class Manifest:
         """Replace the folder's manifest."""
         write_json(folder / "manifest.json", {**asdict(self), "tokens": self.tokens})
 
+    def check_files(self, folder: Path) -> None:
+        """Raise an `FpexpError` that names a file which is missing or has another size than it was written with."""
+        for file in (*self.shards, self.validation, self.test):
+            path, wanted = folder / file.name, file.tokens * np.dtype(self.dtype).itemsize
+            size = path.stat().st_size if path.exists() else None
+            if size != wanted:
+                found = "is missing" if size is None else f"has {size} bytes and should have {wanted}"
+                raise FpexpError(f"{path} {found}; copy it again, or remove the folder and prepare the tokens again")
+
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
         """Return the folder's manifest, None where there is none; an `FpexpError` says that it is broken."""
@@ -95,10 +104,9 @@ class Shards:
             raise UserError(f"'{folder}' has no whole shard yet; run the same `fpexp data prepare` again")
         self.folder, self.manifest = folder, manifest
         self._dtype = np.dtype(manifest.dtype)
-        files = (*manifest.shards, manifest.validation, manifest.test)
-        for file in files:
-            self._check_size(file)
-        if sum(file.tokens for file in files) * self._dtype.itemsize <= VERIFIED_BYTES:
+        manifest.check_files(folder)
+        held_out = manifest.validation.tokens + manifest.test.tokens
+        if (manifest.tokens + held_out) * self._dtype.itemsize <= VERIFIED_BYTES:
             self.verify()
         self._maps = [self._map(shard) for shard in manifest.shards]
         self._ends = np.cumsum([shard.tokens for shard in manifest.shards])
@@ -137,13 +145,6 @@ class Shards:
         if file.tokens == 0:
             return np.empty(0, self._dtype)
         return np.memmap(self.folder / file.name, self._dtype, mode="r")
-
-    def _check_size(self, file: TokenFile) -> None:
-        path = self.folder / file.name
-        size, wanted = path.stat().st_size if path.exists() else None, file.tokens * self._dtype.itemsize
-        if size != wanted:
-            found = "is missing" if size is None else f"has {size} bytes and should have {wanted}"
-            raise FpexpError(f"{path} {found}; copy it again, or remove the folder and prepare the tokens again")
 
 
 class ShardStream:

@@ -6,6 +6,7 @@ import glob
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +46,9 @@ class LocalFiles:
 
     def __init__(self, files: str, column: str = "text", text_unit: TextUnit = "file") -> None:
         self.pattern, self.column, self.text_unit = files, column, text_unit
-        self.paths = [Path(path) for path in sorted(glob.glob(files, recursive=True)) if Path(path).is_file()]
+        self.paths = [
+            Path(path) for path in sorted(glob.glob(os.path.expanduser(files), recursive=True)) if Path(path).is_file()
+        ]
         if not self.paths:
             raise UserError(f"no file matches '{files}'; use task.files='<folder>/*.jsonl' (.parquet, .json, .txt)")
         for path in self.paths:
@@ -104,7 +107,7 @@ class Hub:
                 return
             except FpexpError:
                 raise
-            except Exception as error:  # of any of the libraries below; what is not theirs goes on
+            except Exception as error:  # whatever the libraries below raise
                 failures += 1
                 self._wait(error, failures)
 
@@ -137,16 +140,17 @@ class Hub:
                 return action()
             except FpexpError:
                 raise
-            except Exception as error:  # of any of the libraries below; what is not theirs goes on
+            except Exception as error:  # whatever the libraries below raise
                 failures += 1
                 self._wait(error, failures)
 
     def _wait(self, error: Exception, failures: int) -> None:
         """Sleep before the next try; raise when there is none."""
         if not _is_network(error):
-            if isinstance(error, (OSError, ValueError)):  # a broken file
-                raise FpexpError(f"cannot read {self.dataset} from the hub: {_first_line(error)}") from error
-            raise error
+            reason = f"{type(error).__name__}: {_first_line(error)}"
+            raise FpexpError(
+                f"cannot read {self.dataset} from the hub: {reason}; try a copy of its files: task.source=local"
+            ) from error
         if failures == TRIES or type(error).__name__ == "OfflineModeIsEnabled":
             raise FpexpError(
                 f"cannot fetch {self.dataset} from the hub ({_first_line(error)}); without a network use "

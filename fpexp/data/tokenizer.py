@@ -66,7 +66,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         return Bytes()
     if name == "gpt2":
         return GPT2()
-    path = Path(name)
+    path = Path(name).expanduser()
     if path.is_file():
         return TokenizerFile(path)
     if path.suffix == ".json":

@@ -141,6 +141,27 @@ def test_more_tokens_than_before_and_fewer(corpus: Corpus, tmp_path: Path) -> No
     assert make(corpus, tmp_path / "out", tokens=100).tokens == 5000, "what is there is kept"
 
 
+def test_a_short_shard_that_is_written_anew_is_not_claimed_meanwhile(corpus: Corpus, tmp_path: Path) -> None:
+    make(corpus, tmp_path / "out", tokens=1500)
+    claimed: list[int] = []
+
+    def look(done: int) -> None:
+        manifest = Manifest.read(tmp_path / "out")
+        assert manifest is not None
+        manifest.check_files(tmp_path / "out")
+        claimed.append(manifest.tokens)
+
+    make(corpus, tmp_path / "out", progress=look)
+    assert claimed == [1200, 2400, 3600, 4800]
+
+
+def test_a_whole_shard_that_was_lost_is_named(corpus: Corpus, tmp_path: Path) -> None:
+    make(corpus, tmp_path / "out")
+    (tmp_path / "out" / "shard_00001.bin").unlink()
+    with pytest.raises(FpexpError, match=r"shard_00001.bin is missing; copy it again"):
+        make(corpus, tmp_path / "out", tokens=6000)
+
+
 def test_killed_at_any_time(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGKILL, again and again, until a call comes to its end."""
     make(corpus, tmp_path / "whole", shard_tokens=500)

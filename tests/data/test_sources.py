@@ -161,6 +161,15 @@ def test_what_is_not_on_the_hub_is_a_mistake(hub: FakeHub, error: Exception) -> 
     assert hub.calls == 1
 
 
+def test_other_failures_of_the_library_are_one_line(hub: FakeHub) -> None:
+    hub.opening = always(RuntimeError("Dataset scripts are no longer supported\nat all"))
+    with pytest.raises(
+        FpexpError, match=r"^cannot read owner/set .* RuntimeError: Dataset scripts .* supported; try a copy"
+    ):
+        open_hub()
+    assert hub.calls == 1
+
+
 def break_reading(source: Hub, monkeypatch: pytest.MonkeyPatch, failures: list[int], error: Exception) -> list[int]:
     """Make reading fail at the rows in `failures`, one after the other; return the rows it was begun from."""
     begun: list[int] = []
