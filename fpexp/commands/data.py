@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,7 +59,14 @@ def _prepare(arguments: list[str]) -> int:
     if manifest.tokens < options["tokens"]:
         print(f"the documents end after {manifest.tokens:,} tokens, fewer than data.tokens={options['tokens']}")
     print(f"{manifest.tokens:,} tokens in {len(manifest.shards)} shards: {output}")
-    print(f"train on them with: task.source=shards task.files={output}")
+    words = [
+        f"task={config.choices.task}",
+        "task.source=shards",
+        f"task.files={output}",
+        f"task.tokenizer={corpus.tokenizer}",
+        f"task.validation_tokens={corpus.validation_tokens}",
+    ]
+    print(f"train on them with: fpexp train model=<model> {shlex.join(words)}")
     return 0
 
 

@@ -8,19 +8,17 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from fpexp.data.formats import TextUnit, check_column, check_file, check_texts, read_documents
 from fpexp.errors import FpexpError, UserError
 
-T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
-TRIES = 4
-"""At one place, for what the hub does not give; each try is itself some twenty seconds of tries by its library."""
+OPEN_TRIES = 2  # each is some twenty seconds of tries by the hub's library, and nothing is lost yet
+READ_TRIES = 4  # at one row
 FIRST_WAIT = 2.0  # seconds, doubled for each further try
 ROWS = 256
 
@@ -74,13 +72,13 @@ class LocalFiles:
 class Hub:
     """A split of a data set of the hub, streamed: nothing is kept on disk. A part is one of its files.
 
-    What cannot be fetched is tried again from the same row, `TRIES` times in all; then an `FpexpError` says what to do
+    What cannot be fetched is tried again from the same row, so many times; then an `FpexpError` says what to do
     without a network.
     """
 
     def __init__(self, dataset: str, name: str | None, split: str, column: str = "text") -> None:
         self.dataset, self.name, self.split, self.column = dataset, name, split, column
-        self._stream = self._try(self._open)
+        self._stream = self._open()
         self.parts: int = self._stream.num_shards
 
     def describe(self) -> dict[str, Any]:
@@ -109,7 +107,7 @@ class Hub:
                 raise
             except Exception as error:  # whatever the libraries below raise
                 failures += 1
-                self._wait(error, failures)
+                self._wait(error, failures, READ_TRIES)
 
     def _read(self, part: int, row: int, where: str) -> Iterator[str]:
         start = 0
@@ -122,43 +120,37 @@ class Hub:
     def _open(self) -> Any:
         import datasets
 
-        try:
-            stream = datasets.load_dataset(self.dataset, name=self.name, split=self.split, streaming=True)
-        except (FileNotFoundError, ValueError) as error:  # no such data set; configuration or split
-            raise UserError(
-                f"task.dataset={self.dataset} task.name={self.name} task.split={self.split}: {_first_line(error)}"
-            ) from error
+        failures = 0
+        while True:
+            try:
+                stream = datasets.load_dataset(self.dataset, name=self.name, split=self.split, streaming=True)
+                break
+            except (FileNotFoundError, ValueError) as error:  # no such data set; no such configuration or split
+                words = f"task.dataset={self.dataset} task.name={self.name} task.split={self.split}"
+                raise UserError(f"{words}: {_first_line(error)}") from error
+            except Exception as error:  # whatever the libraries below raise
+                failures += 1
+                self._wait(error, failures, OPEN_TRIES)
         if stream.column_names is not None and self.column not in stream.column_names:
             known = ", ".join(stream.column_names)
             raise UserError(f"{self.dataset} has no column '{self.column}'; use task.column=<name> ({known})")
         return stream
 
-    def _try(self, action: Callable[[], T]) -> T:
-        failures = 0
-        while True:
-            try:
-                return action()
-            except FpexpError:
-                raise
-            except Exception as error:  # whatever the libraries below raise
-                failures += 1
-                self._wait(error, failures)
-
-    def _wait(self, error: Exception, failures: int) -> None:
-        """Sleep before the next try; raise when there is none."""
+    def _wait(self, error: Exception, failures: int, tries: int) -> None:
+        """Sleep before the next of `tries`; raise when there is none."""
         if not _is_network(error):
             reason = f"{type(error).__name__}: {_first_line(error)}"
             raise FpexpError(
                 f"cannot read {self.dataset} from the hub: {reason}; try a copy of its files: task.source=local"
             ) from error
-        if failures == TRIES or type(error).__name__ == "OfflineModeIsEnabled":
+        if failures == tries or "OfflineModeIsEnabled" in f"{type(error).__name__} {error}":
             raise FpexpError(
                 f"cannot fetch {self.dataset} from the hub ({_first_line(error)}); without a network use "
                 "task.source=local task.files='<pattern>', or shards made by `fpexp data prepare`: "
                 "task.source=shards task.files=<folder>"
             ) from error
         seconds = FIRST_WAIT * 2 ** (failures - 1)
-        log.warning("%s: %s; try %d of %d in %.0f s", self.dataset, _first_line(error), failures + 1, TRIES, seconds)
+        log.warning("%s: %s; try %d of %d in %.0f s", self.dataset, _first_line(error), failures + 1, tries, seconds)
         time.sleep(seconds)
 
 

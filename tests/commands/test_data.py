@@ -58,7 +58,8 @@ def test_prepare(cli: CommandLine, words: list[str], tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     assert answer.out.splitlines() == [
         "2,000 tokens in 2 shards: out",
-        "train on them with: task.source=shards task.files=out",
+        "train on them with: fpexp train model=<model> task=own task.source=shards task.files=out task.tokenizer=bytes "
+        "task.validation_tokens=100",
     ]
     expected = local(tmp_path / "texts/*.jsonl", validation_tokens=100, shuffle_buffer=32)
     assert Shards(Path("out")).slice(0, 2000).tolist() == expected.token_stream(seed=3).take(2000).tolist()
