@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from fpexp.commands.arguments import parse
 from fpexp.config.run import RunConfig
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 ACTIONS = ("prepare",)
 
 OPTIONS = {
-    "tokens": Annotated[int, Range(1)],
-    "output": str,
-    "shard_tokens": Annotated[int, Range(1)],
+    "data.tokens": Annotated[int, Range(1)],
+    "data.output": str,
+    "data.shard_tokens": Annotated[int, Range(1)],
 }
 SHARD_TOKENS = 100_000_000  # 200 MB; what a stop can cost, some minutes
 PREFIX = "data."
@@ -45,8 +45,9 @@ def run(arguments: list[str]) -> int:
 
 def _prepare(arguments: list[str]) -> int:
     """Write the tokens of a task's documents into shards, or go on where an earlier call stopped."""
-    own = [word.removeprefix(PREFIX) for word in arguments if word.startswith(PREFIX)]
-    options = _parse_own(own)
+    options = parse([word for word in arguments if word.startswith(PREFIX)], OPTIONS)
+    if "data.tokens" not in options:
+        raise UserError("how many tokens? write data.tokens=<number>, such as data.tokens=1e6")
     words = [word for word in arguments if not word.startswith(PREFIX)]
 
     from fpexp.config.compose import compose
@@ -54,30 +55,21 @@ def _prepare(arguments: list[str]) -> int:
     named = any(word.startswith(("model=", "experiment=")) for word in words)
     config = compose(words if named else [*words, UNUSED_MODEL])
     corpus = _corpus(config)
-    output = os.path.expanduser(options.get("output") or _default_output(config, corpus))
-    manifest = _write(corpus, Path(output), config.seed, options["tokens"], options.get("shard_tokens", SHARD_TOKENS))
-    if manifest.tokens < options["tokens"]:
-        print(f"the documents end after {manifest.tokens:,} tokens, fewer than data.tokens={options['tokens']}")
+    tokens, shard_tokens = options["data.tokens"], options.get("data.shard_tokens", SHARD_TOKENS)
+    output = os.path.expanduser(options.get("data.output") or _default_output(config, corpus))
+    manifest = _write(corpus, Path(output), config.seed, tokens, shard_tokens)
+    if manifest.tokens < tokens:
+        print(f"the documents end after {manifest.tokens:,} tokens, fewer than data.tokens={tokens}")
     print(f"{manifest.tokens:,} tokens in {len(manifest.shards)} shards: {output}")
-    words = [
+    settings = [
         f"task={config.choices.task}",
         "task.source=shards",
         f"task.files={output}",
         f"task.tokenizer={corpus.tokenizer}",
         f"task.validation_tokens={corpus.validation_tokens}",
     ]
-    print(f"train on them with: fpexp train model=<model> {shlex.join(words)}")
+    print(f"train on them with: fpexp train model=<model> {shlex.join(settings)}")
     return 0
-
-
-def _parse_own(own: list[str]) -> dict[str, Any]:
-    try:
-        options = parse(own, OPTIONS)
-    except UserError as error:
-        raise UserError(f"data.*: {error}") from error
-    if "tokens" not in options:
-        raise UserError("how many tokens? write data.tokens=<number>, such as data.tokens=1e6")
-    return options
 
 
 def _corpus(config: RunConfig) -> Corpus:
