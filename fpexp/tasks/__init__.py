@@ -1,5 +1,6 @@
 """Tasks: a generator of sequences, a vocabulary and a mask of what is scored. One file each."""
 
+from fpexp.tasks.language import Language
 from fpexp.tasks.lengths import LengthPolicy
 from fpexp.tasks.task import (
     IGNORE,
@@ -22,6 +23,7 @@ __all__ = [
     "Batch",
     "Generating",
     "HeldOut",
+    "Language",
     "LengthPolicy",
     "Mixed",
     "Prompted",
