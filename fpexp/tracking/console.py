@@ -12,6 +12,9 @@ from typing import Any, Protocol
 from fpexp.run_folder import Row
 from fpexp.tracking.tracker import RunStart
 
+GENERATED = ("generated_token_accuracy", "generated_sequence_accuracy")
+"""Of answers that the model has written by itself."""
+
 REFRESH = 4  # redraws a second: enough for the eye, next to nothing for two cores that train
 
 
@@ -38,10 +41,13 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def print_curve(rows: Sequence[Row]) -> None:
-    """Print the length curve as a table, with the columns on iterations only where a row has them."""
+    """Print the length curve as a table; columns on what the model wrote and on iterations where a row has them."""
+    generated = any(GENERATED[0] in row for row in rows)
     iterations = any("iterations_mean" in row for row in rows)
-    columns = ["length", "token", "last token", "sequence", *(["iterations", "max"] if iterations else []), "n", ""]
-    print_table("accuracy by length", columns, [_curve_cells(row, iterations) for row in rows])
+    columns = ["length", "token", "last token", "sequence"]
+    columns += ["generated token", "generated sequence"] if generated else []
+    columns += ["iterations", "max"] if iterations else []
+    print_table("accuracy by length", [*columns, "n", ""], [_curve_cells(row, generated, iterations) for row in rows])
 
 
 class ConsoleTracker:
@@ -253,15 +259,20 @@ def _curve_text(row: Row) -> str:
         f"last token {_number(row['last_token_accuracy'], '.3f')}",
         f"sequence {_number(row['sequence_accuracy'], '.3f')}",
     ]
+    if GENERATED[0] in row:
+        token, sequence = (_number(row.get(name), ".3f") for name in GENERATED)
+        parts.append(f"generated token {token} sequence {sequence}")
     if "iterations_mean" in row:
         most = _number(row.get("iterations_max"), ".0f")
         parts.append(f"iterations {_number(row['iterations_mean'], '.1f')} (max {most})")
     return "  ".join([*parts, f"n {row['n']}", *_trained(row)])
 
 
-def _curve_cells(row: Row, iterations: bool) -> list[str]:
+def _curve_cells(row: Row, generated: bool, iterations: bool) -> list[str]:
     names = ("token_accuracy", "last_token_accuracy", "sequence_accuracy")
     cells = [str(row["length"]), *(_number(row[name], ".3f") for name in names)]
+    if generated:
+        cells += [_number(row.get(name), ".3f") for name in GENERATED]
     if iterations:
         cells += [_number(row.get("iterations_mean"), ".1f"), _number(row.get("iterations_max"), ".0f")]
     return [*cells, str(row["n"]), "".join(_trained(row))]
