@@ -81,7 +81,9 @@ def wrong_rows(task: Any, batch: Batch) -> Check:
     """Count, among the first rows, those whose targets are not what a plain loop says."""
     rows = zip(batch.inputs[:CHECKED].tolist(), batch.targets[:CHECKED].tolist(), strict=True)
     expected = _EXPECTED[type(task)]
-    wrong = sum(expected(task, tokens) != [target for target in targets if target != IGNORE] for tokens, targets in rows)
+    wrong = sum(
+        expected(task, tokens) != [target for target in targets if target != IGNORE] for tokens, targets in rows
+    )
     return Check("rows with wrong targets:", wrong, 0)
 
 
@@ -120,7 +122,11 @@ _EXPECTED: dict[type, Callable[[Any, Sequence[int]], list[int]]] = {
 
 def _rate(draw: Callable[[], Batch], batch: Batch) -> float:
     """Return examples a second, of the median of a few draws."""
-    examples = len(batch.inputs) if batch.examples is None else int(batch.examples.masked_fill(batch.targets == IGNORE, -1).amax(dim=1).add(1).sum())
+    examples = (
+        len(batch.inputs)
+        if batch.examples is None
+        else int(batch.examples.masked_fill(batch.targets == IGNORE, -1).amax(dim=1).add(1).sum())
+    )
     seconds = []
     for _ in range(9):
         began = time.perf_counter()

@@ -138,7 +138,9 @@ class Copy:
             raise UserError(f"the prompt has no letters; {form}")
         for letter in letters:
             if letter not in LETTERS[: self.alphabet]:
-                raise UserError(f"the prompt has {letter!r}, which is no letter of task.alphabet={self.alphabet}; {form}")
+                raise UserError(
+                    f"the prompt has {letter!r}, which is no letter of task.alphabet={self.alphabet}; {form}"
+                )
         if _tokens(len(letters)) > self.context:
             raise UserError(
                 f"the prompt has {len(letters)} letters, which need {_tokens(len(letters))} tokens, more than "

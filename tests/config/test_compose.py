@@ -280,7 +280,9 @@ def test_a_mistake_is_a_user_error_with_the_key(words: list[str], parts: list[st
 
 
 def test_missing_groups_are_asked_for() -> None:
-    with pytest.raises(UserError, match=r"which task\? write task=<name> \(a4, a5, copy, group, modular_arithmetic, s5\)"):
+    with pytest.raises(
+        UserError, match=r"which task\? write task=<name> \(a4, a5, copy, group, modular_arithmetic, s5\)"
+    ):
         compose(["model=lstm"])
     with pytest.raises(UserError, match=r"which model\? write model=<name>"):
         compose(["task=a4"])

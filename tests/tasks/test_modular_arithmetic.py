@@ -193,7 +193,9 @@ def test_vocabulary() -> None:
     assert arithmetic(operators="+*", unary_minus=False).vocabulary_size == 11
     assert arithmetic(operators="+*").vocabulary_size == 12
     assert arithmetic().chance == 0.2
-    symbols = {symbol for n in (9, 10) for row in arithmetic().sample(300, n, generator(0, "x")).inputs for symbol in row}
+    symbols = {
+        symbol for n in (9, 10) for row in arithmetic().sample(300, n, generator(0, "x")).inputs for symbol in row
+    }
     assert max(int(symbol) for symbol in symbols) == 10  # `=`; padding never comes
 
 
