@@ -49,10 +49,7 @@ def run(arguments: list[str]) -> int:
     if "limit" in options and not isinstance(task, Generating):
         raise UserError(f"limit={options['limit']} has no meaning here: {type(task).__name__} answers at every token")
     prompt = task.read_prompt(options["prompt"])[None]
-    if isinstance(task, Generating):
-        read = _continue(loaded, prompt, options.get("limit"))
-    else:
-        read = _tag(loaded, prompt)
+    read = _continue(loaded, prompt, options.get("limit")) if isinstance(task, Generating) else _tag(loaded, prompt)
     first, last = read.state_bytes
     growth = "the same" if first == last else f"{last:,} bytes"
     print(f"state     {first:,} bytes after the first step, {growth} after the last")

@@ -12,7 +12,8 @@ from fpexp.reporting.store import Curve
 def draw_curves(curves: Sequence[Curve], path: Path) -> None:
     """Draw token accuracy (solid) and last-token accuracy (dashed) against length, one colour a model; PNG at `path`.
 
-    Where a model has written answers by itself, the share that is right as a whole is dotted. The longest training length and chance (grey) are marked.
+    Where a model has written answers by itself, the share that is right as a whole is dotted. The longest training
+    length and chance (grey) are marked.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

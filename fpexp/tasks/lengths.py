@@ -15,8 +15,8 @@ from fpexp.ranges import Count, Fraction
 
 @dataclass(frozen=True)
 class LengthPolicy:
-    """`fixed`: always `max`. `uniform`: one length a batch from [min, max]. `grow`: from `min` to `max`, to the next length
-    whenever a training batch reaches the accuracy `mastery`, of the kind that the task says.
+    """`fixed`: always `max`. `uniform`: one length a batch from [min, max]. `grow`: from `min` to `max`, one length
+    after another, whenever a training batch reaches the accuracy `mastery`, of the kind that the task says.
 
     Of a batch with examples of several lengths, these are the longest's; the others are no shorter than `min`.
     """

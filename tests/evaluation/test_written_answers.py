@@ -215,7 +215,7 @@ def test_who_has_stopped_is_wrong_while_others_write_on(tmp_path: Path, size: in
 
 
 def test_a_first_mistake_that_goes_on_shows_in_what_is_written(tmp_path: Path) -> None:
-    """A model that repeats what it wrote last: one wrong letter when forced is one string, and many letters, written."""
+    """A model that repeats the letter before: when it writes by itself, its first mistake goes on to the end."""
     experiment = experiment_of(tmp_path)
     task: Any = experiment.task
 
