@@ -29,12 +29,14 @@ Measures a recorded run's checkpoint at other lengths, prints the rows and keeps
 run's evaluations/ folder."""
 
 GENERATE = """\
-usage: fpexp generate run=<run id or folder> prompt='<text>' [limit=256] [checkpoint=newest|best] [device=cpu]
+usage: fpexp generate run=<run id or folder> prompt='<text>' [limit=<tokens>] [checkpoint=newest|best] [device=cpu]
                       [results_dir=results]
 
 Reads a prompt with a recorded run's model and prints what it makes of it, and how large a state it carries. Of a task
 with an answer at every token (word problems: element numbers, such as prompt='3 17 5'), the answers, one token read at
-a time, above the right ones; of a task that writes its answer, the prompt and what follows, at most `limit` tokens."""
+a time, above the right ones; of a task that writes its answer, the prompt and what follows, at most `limit` tokens
+(256), or as many as the right answer has where there is one (prompt='$abcde|' for copy, prompt='(1+2)*3=' for
+modular_arithmetic)."""
 
 RUNS = """\
 usage: fpexp runs [results_dir=results]

@@ -97,6 +97,15 @@ class Mixed(Protocol):
         ...
 
 
+@runtime_checkable
+class Gapped(Protocol):
+    """A task without examples of some lengths."""
+
+    def has_length(self, length: int) -> bool:
+        """Tell whether there are examples of a length."""
+        ...
+
+
 class Stream(Protocol):
     """Training batches in an order of their own, with a position."""
 
@@ -178,4 +187,13 @@ class Answered(Protocol):
 
     def sample_prompts(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw prompts (size, P) of examples of `length` and their answers (size, A), which end in the stop token."""
+        ...
+
+
+@runtime_checkable
+class KnownAnswer(Protocol):
+    """A generating task that can say what is right after a prompt."""
+
+    def answer(self, prompt: Tensor) -> Tensor:
+        """Return the tokens (A,), A >= 1, that are right after a prompt (T,)."""
         ...

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 from fpexp.run_folder import Row
 from fpexp.tracking.tracker import RunStart
 
+GENERATED = ("generated_token_accuracy", "generated_sequence_accuracy")
+"""Of answers that the model has written by itself."""
+
 REFRESH = 4  # redraws a second: enough for the eye, next to nothing for two cores that train
 
 
@@ -39,7 +42,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def print_curve(rows: Sequence[Row]) -> None:
-    """Print the length curve as a table, with perplexity and iterations only where a row has them."""
+    """Print the length curve as a table, with what only some rows have in columns where it is."""
     columns = [column for column in _CURVE_COLUMNS if column.always or any(column.key in row for row in rows)]
     cells = [[*(_number(row.get(c.key), c.spec) for c in columns), "".join(_trained(row))] for row in rows]
     print_table("accuracy by length", [*(column.title for column in columns), ""], cells)
@@ -58,6 +61,7 @@ _CURVE_COLUMNS = (
     _Column("token_accuracy", "token", ".3f", always=True),
     _Column("last_token_accuracy", "last token", ".3f", always=True),
     _Column("sequence_accuracy", "sequence", ".3f", always=True),
+    *(_Column(name, name.removesuffix("_accuracy").replace("_", " "), ".3f") for name in GENERATED),
     _Column("perplexity", "perplexity", ".4g"),
     _Column("byte_perplexity", "of a byte", ".4g"),
     _Column("iterations_mean", "iterations", ".1f"),
@@ -277,6 +281,9 @@ def _curve_text(row: Row) -> str:
         f"sequence {_number(row['sequence_accuracy'], '.3f')}",
         *_perplexity(row),
     ]
+    if GENERATED[0] in row:
+        token, sequence = (_number(row.get(name), ".3f") for name in GENERATED)
+        parts.append(f"generated token {token} sequence {sequence}")
     if "iterations_mean" in row:
         most = _number(row.get("iterations_max"), ".0f")
         parts.append(f"iterations {_number(row['iterations_mean'], '.1f')} (max {most})")

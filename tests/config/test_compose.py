@@ -216,6 +216,8 @@ def test_the_model_s_outliers_are_recorded(
 def test_what_the_model_decides_is_overridden_where_it_is_used() -> None:
     with pytest.raises(UserError, match=r"'of_model\.outlier_quantile' is .* set solver\.outlier_quantile instead"):
         compose([*BASE, "of_model.outlier_quantile=0.2"])
+    with pytest.raises(UserError, match=r"'of_task\.fp\.gate' is .* set model\.gate instead"):
+        compose([*BASE, "of_task.fp.gate=inside"])
 
 
 # CASES 32
@@ -310,7 +312,9 @@ def test_a_mistake_is_a_user_error_with_the_key(words: list[str], parts: list[st
 
 
 def test_missing_groups_are_asked_for() -> None:
-    with pytest.raises(UserError, match=r"which task\? write task=<name> \(a4, a5, group, s5\)"):
+    with pytest.raises(
+        UserError, match=r"which task\? write task=<name> \(a4, a5, copy, fineweb, group, modular_arithmetic, s5\)"
+    ):
         compose(["model=lstm"])
     with pytest.raises(UserError, match=r"which model\? write model=<name>"):
         compose(["task=a4"])
