@@ -17,6 +17,7 @@ from fpexp.machine import apply_settings, is_out_of_memory
 from fpexp.reporting.figures import draw_curves
 from fpexp.reporting.store import read_curve
 from fpexp.run_folder import RunFolder, read_rows
+from fpexp.tasks import HeldOut
 from fpexp.tracking.console import warn
 from fpexp.tracking.tracker import RunStart, Tracker
 from fpexp.training.checkpoint import Checkpoint, load_newest
@@ -55,6 +56,8 @@ def _build(config: RunConfig) -> Experiment:
         if is_out_of_memory(error):
             raise FpexpError("out of memory while building the model; lower model.d_model or model.layers") from error
         raise
+    if isinstance(experiment.task, HeldOut):
+        next(experiment.task.held_out("validation", 1, 1))  # text that is not there is said before a run begins
     notes = apply_settings(experiment.config)
     return dataclasses.replace(experiment, notes=(*experiment.notes, *notes))
 

@@ -16,21 +16,11 @@ LATER: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings that came after configs had been saved, with the values that stand for what there was before."""
 
-LATER_OF_SCALE: Mapping[str, Any] = {"conv_width": 0, "state_size": 16}
-"""The same of the scale, which models read their settings from."""
-
 
 def migrate(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a saved tree with all settings of today, so that it has the fingerprint of the same run composed anew."""
-    completed: Mapping[str, Any] = _complete(_with_whole_scale(_with_gradient_group(raw)))
+    completed: Mapping[str, Any] = _complete(_with_gradient_group(raw))
     return completed
-
-
-def _with_whole_scale(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    scale = raw.get("scale")
-    if not isinstance(scale, Mapping) or LATER_OF_SCALE.keys() <= scale.keys():
-        return raw
-    return {**raw, "scale": {**LATER_OF_SCALE, **scale}}
 
 
 def _complete(node: Any) -> Any:

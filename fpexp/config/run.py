@@ -75,15 +75,10 @@ class Tracking:
 
 @dataclass(frozen=True)
 class Scale:
-    """What a scale, or a task's protocol at that scale, decides for those models that have such a setting.
-
-    The rest of a protocol (steps, widths, lengths) is in the keys that it sets.
-    """
+    """What a scale decides for models; its protocol (steps, widths, lengths) is in the keys that it sets."""
 
     name: str
     weight_norm: bool
-    conv_width: CountOrZero
-    state_size: Count
 
 
 @dataclass(frozen=True)

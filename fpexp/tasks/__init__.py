@@ -1,6 +1,7 @@
 """Tasks: a generator of sequences, a vocabulary and a mask of what is scored. One file each."""
 
 from fpexp.tasks.copying import Copy
+from fpexp.tasks.language import Language
 from fpexp.tasks.lengths import LengthPolicy
 from fpexp.tasks.modular_arithmetic import ModularArithmetic
 from fpexp.tasks.task import (
@@ -29,6 +30,7 @@ __all__ = [
     "Generating",
     "HeldOut",
     "KnownAnswer",
+    "Language",
     "LengthPolicy",
     "Mixed",
     "ModularArithmetic",

@@ -30,6 +30,7 @@ class ModularArithmetic:
 
     decoding = "answer token"
     prefixes_are_samples = False
+    length_key = "task.lengths.max"
     mastered_by = "last_token_accuracy"
     stop_token = None  # an answer is one token
 

@@ -57,6 +57,8 @@ class Task(Protocol):
 
     vocabulary_size: int
     lengths: LengthPolicy
+    length_key: str
+    """The setting that says how long training sequences may be."""
     chance: float
     """Accuracy of a uniform guess at one scored position."""
     decoding: str

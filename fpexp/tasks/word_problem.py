@@ -28,6 +28,7 @@ class WordProblem:
 
     decoding = "tagging"
     prefixes_are_samples = True
+    length_key = "task.lengths.max"
     mastered_by = "last_token_accuracy"
 
     def __init__(

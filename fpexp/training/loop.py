@@ -105,7 +105,11 @@ class Trainer:
     def _train_one_step(self) -> None:
         began = time.monotonic()
         step = self.progress.step
-        batch, length = self.batches.next(step)
+        try:
+            batch, length = self.batches.next(step)
+        except FpexpError:
+            self.save()  # where data cannot be had now, a resumed run goes on
+            raise
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
