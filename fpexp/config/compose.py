@@ -22,8 +22,8 @@ from fpexp.config.schema import did_you_mean
 from fpexp.errors import UserError
 
 CONFIG_NAME = "config"
-USED_UP = {"of_model": "solver", "of_task": "model"}
-"""What conf/ has a model or a task decide for another part, which refers to it; gone once that has its values."""
+WITHIN_CONF = {"of_model": "solver", "of_task": "model"}
+"""What conf/ has files decide for others, which refer to it, and for which; gone once they have their values."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
@@ -107,7 +107,7 @@ def from_hydra(config: DictConfig, selected: dict[str, Any]) -> RunConfig:
         raw = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(_first_line(error)) from error
-    for name in USED_UP:
+    for name in WITHIN_CONF:
         raw.pop(name, None)  # type: ignore[union-attr,call-arg,arg-type]
     raw["choices"] = {group: selected.get(group) for group in GROUPS}  # type: ignore[index,call-overload]
     return RunConfig.parse(raw)  # type: ignore[arg-type]
@@ -138,8 +138,9 @@ def _check_group(override: Override) -> None:
 def _check_top_level(override: Override) -> None:
     """Catch a misspelt group here: without it Hydra would complain of the group that is missing."""
     key = str(override.key_or_group)
-    if part := USED_UP.get(key.partition(".")[0]):
-        raise UserError(f"'{key}' is for the files in conf/; set {part}.{key.rpartition('.')[2]} instead")
+    of = WITHIN_CONF.get(key.partition(".")[0])
+    if of:
+        raise UserError(f"'{key}' is for the files in conf/; set {of}.{key.rpartition('.')[2]} instead")
     known = {field.name for field in dataclasses.fields(RunConfig)} | {*GROUPS, "hydra"}
     near = did_you_mean(key, known)
     if "." not in key and "/" not in key and key not in known and near:

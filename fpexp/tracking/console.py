@@ -42,7 +42,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def print_curve(rows: Sequence[Row]) -> None:
-    """Print the length curve as a table, with perplexity, what was written and iterations only where a row has them."""
+    """Print the length curve as a table, with what only some rows have in columns where it is."""
     columns = [column for column in _CURVE_COLUMNS if column.always or any(column.key in row for row in rows)]
     cells = [[*(_number(row.get(c.key), c.spec) for c in columns), "".join(_trained(row))] for row in rows]
     print_table("accuracy by length", [*(column.title for column in columns), ""], cells)
@@ -61,8 +61,7 @@ _CURVE_COLUMNS = (
     _Column("token_accuracy", "token", ".3f", always=True),
     _Column("last_token_accuracy", "last token", ".3f", always=True),
     _Column("sequence_accuracy", "sequence", ".3f", always=True),
-    _Column(GENERATED[0], "generated token", ".3f"),
-    _Column(GENERATED[1], "generated sequence", ".3f"),
+    *(_Column(name, name.removesuffix("_accuracy").replace("_", " "), ".3f") for name in GENERATED),
     _Column("perplexity", "perplexity", ".4g"),
     _Column("byte_perplexity", "of a byte", ".4g"),
     _Column("iterations_mean", "iterations", ".1f"),
