@@ -39,7 +39,6 @@ class Copy:
 
     decoding = "teacher-forced"
     prefixes_are_samples = False
-    length_key = "task.lengths.max"
     mastered_by = "sequence_accuracy"
 
     def __init__(
@@ -53,6 +52,7 @@ class Copy:
     ) -> None:
         self.alphabet, self.packing, self.lengths, self.context = alphabet, packing, lengths, context
         self.generated_samples = generated_samples
+        self.length_key = "task.context" if packing else "task.lengths.max"
         self.begin_token, self.copy_token, self.stop_token, self.pad_token = range(alphabet, alphabet + 4)
         self.symbols = LETTERS[:alphabet] + "$|._"
         self.vocabulary_size = alphabet + 4
