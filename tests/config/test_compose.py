@@ -301,67 +301,6 @@ def test_protocols_at_paper_scale_are_the_papers(words: list[str], path: str, ex
     assert value == expected
 
 
-@pytest.mark.parametrize(
-    ("task", "scale", "model", "conv_width", "state_size"),
-    [
-        ("a5", "paper", "fp_mamba_h", 0, 16),
-        ("modular_arithmetic", "paper", "fp_mamba_h", 0, 16),
-        ("copy", "cpu", "fp_mamba_k", 4, 16),
-        ("copy", "paper", "fp_mamba_h", 4, 32),
-        ("copy", "paper", "mamba", 4, 32),
-        ("copy", "paper", "fp_mamba2_h", 4, 128),
-        ("copy", "paper", "lstm", None, None),
-        ("fineweb", "cpu", "fp_mamba2_h", 4, 128),
-        ("fineweb", "paper", "fp_mamba_h", 4, 16),
-    ],
-)
-def test_a_protocol_has_convolution_and_state_for_models_that_have_them(
-    task: str, scale: str, model: str, conv_width: int | None, state_size: int | None
-) -> None:
-    config = compose([f"task={task}", f"model={model}", f"scale={scale}"])
-    assert config.model.settings.get("conv_width") == conv_width
-    assert config.model.settings.get("state_size") == state_size
-    assert "of_task" not in config.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("words", "path", "expected"),
-    [
-        (["task=copy"], "model.d_model", 1024),
-        (["task=copy"], "task.alphabet", 26),
-        (["task=copy"], "task.context", 256),
-        (["task=copy"], "task.packing", True),
-        (["task=copy"], "task.lengths", {"policy": "fixed", "min": 5, "max": 50, "mastery": 0.9}),
-        (["task=copy"], "training.steps", 10_000),
-        (["task=copy"], "training.batch_size", 128),
-        (["task=copy"], "training.lr", 1e-5),
-        (["task=copy"], "training.weight_decay", 0.1),
-        (["task=copy"], "training.clip", 1.0),
-        (["task=copy"], "training.lr_schedule", "linear"),
-        (["task=copy"], "training.warmup_steps", 300),
-        (["task=copy"], "training.betas", [0.9, 0.999]),
-        (["task=modular_arithmetic"], "model.d_model", 128),
-        (["task=modular_arithmetic"], "task.modulus", 5),
-        (["task=modular_arithmetic"], "task.context", 256),
-        (["task=modular_arithmetic"], "task.lengths.min", 3),
-        (["task=modular_arithmetic"], "task.lengths.max", 40),
-        (["task=modular_arithmetic"], "training.steps", 100_000),
-        (["task=modular_arithmetic"], "training.batch_size", 256),
-        (["task=modular_arithmetic"], "training.lr", 1e-3),
-        (["task=modular_arithmetic"], "training.weight_decay", 0.1),
-        (["task=modular_arithmetic"], "training.clip", None),
-        (["task=modular_arithmetic"], "training.lr_schedule", "cosine"),
-        (["task=modular_arithmetic"], "training.final_lr_fraction", 1e-3),
-        (["task=modular_arithmetic"], "training.warmup_steps", 10_000),
-    ],
-)
-def test_protocols_at_paper_scale_are_the_papers(words: list[str], path: str, expected: Any) -> None:
-    value: Any = composed(*words, "model=fp_mamba_h", "scale=paper")
-    for name in path.split("."):
-        value = value[name]
-    assert value == expected
-
-
 # CASES 32
 
 
