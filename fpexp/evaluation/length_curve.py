@@ -9,7 +9,7 @@ import torch
 
 from fpexp.build import Experiment
 from fpexp.evaluation.generation import measure_generation
-from fpexp.evaluation.metrics import Accuracy, LayerStatistics, perplexities, scaled_accuracy
+from fpexp.evaluation.metrics import Accuracy, LayerStatistics, TextStatistics, scaled_accuracy
 from fpexp.machine import autocast
 from fpexp.models import ModelOutput
 from fpexp.randomness import generator
@@ -19,13 +19,15 @@ from fpexp.tasks import Answered, Batch, HeldOut, Task
 @torch.no_grad()
 def evaluate_length(experiment: Experiment, length: int, samples: int, split: str, index: int = 0) -> dict[str, Any]:
     """Return the accuracies and solver statistics over `samples` fresh sequences of one length."""
-    accuracy, statistics, text = Accuracy(), LayerStatistics(), 0
+    task, accuracy, statistics = experiment.task, Accuracy(), LayerStatistics()
+    text = TextStatistics(task.byte_lengths) if isinstance(task, HeldOut) else None
     for batch, output in _forward(experiment, length, samples, split, index):
         accuracy.add(output.logits, batch.targets, batch.examples)
         statistics.add(output.solves)
-        if isinstance(experiment.task, HeldOut):
-            text += experiment.task.count_bytes(batch.targets)
-    return {"length": length, **accuracy.summary(), **perplexities(accuracy, text), **statistics.summary()}
+        if text is not None:
+            text.add(batch.targets)
+    perplexities = {} if text is None else text.summary(accuracy.loss)
+    return {"length": length, **accuracy.summary(), **perplexities, **statistics.summary()}
 
 
 def length_curve(

@@ -70,20 +70,38 @@ def scaled_accuracy(accuracy: float | None, chance: float) -> float | None:
     return None if accuracy is None else (accuracy - chance) / (1 - chance)
 
 
-def perplexities(accuracy: Accuracy, text_bytes: int) -> dict[str, Any]:
-    """Return the perplexity of a token and, over the bytes that the tokens stand for, of a byte; empty without text."""
-    if text_bytes == 0:
-        return {}
-    return {
-        "perplexity": _exp(accuracy.loss / accuracy.tokens),
-        "byte_perplexity": _exp(accuracy.loss / text_bytes),
-        "tokens": accuracy.tokens,
-        "bytes": text_bytes,
-    }
+@dataclass
+class TextStatistics:
+    """How often each token was scored, (V,), of a text whose tokens stand for `byte_lengths` (V,) bytes."""
+
+    byte_lengths: Tensor
+    counts: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = torch.zeros_like(self.byte_lengths)
+
+    def add(self, targets: Tensor) -> None:
+        """Count a batch: targets (B, T) as in `Batch`."""
+        self.counts += targets[targets != IGNORE].cpu().bincount(minlength=len(self.counts))
+
+    def summary(self, loss: float) -> dict[str, Any]:
+        """Return perplexities of a model with `loss` nats on the whole text, and the best that one distribution for
+        all positions could have.
+        """
+        tokens, text_bytes = int(self.counts.sum()), int((self.counts * self.byte_lengths).sum())
+        shares = self.counts / tokens
+        return {
+            "perplexity": _exp(loss, tokens),
+            "byte_perplexity": _exp(loss, text_bytes),
+            "unigram_perplexity": _exp(float(torch.special.entr(shares).sum()), 1),
+            "tokens": tokens,
+            "bytes": text_bytes,
+        }
 
 
-def _exp(nats: float) -> float:
-    return math.exp(nats) if nats < 700 else math.inf
+def _exp(nats: float, parts: int) -> float:
+    """Return e^(nats / parts), infinity where that is no number or larger than any."""
+    return math.exp(nats / parts) if parts and nats / parts < 700 else math.inf
 
 
 @dataclass

@@ -75,6 +75,14 @@ class Language:
         self.chance = 1 / self.vocabulary_size
         self.check_length(context, "task.context")
 
+    @cached_property
+    def byte_lengths(self) -> Tensor:
+        """How many bytes of text each token stands for (V,): none for a separator and for what pads the vocabulary."""
+        lengths = torch.zeros(self.vocabulary_size, dtype=torch.int64)
+        known = torch.from_numpy(self.tokenizer.byte_lengths)
+        lengths[: len(known)] = known
+        return lengths
+
     def open_stream(self, seed: int) -> TextStream:
         """Return the training windows, in the order of a seed."""
         return TextStream(self.corpus.stream(self.context, seed))
@@ -100,11 +108,6 @@ class Language:
         starts = torch.randint(len(text) - length, (size, 1), generator=generator)
         windows = text[starts + torch.arange(length + 1)]
         return Batch(windows[:, :-1], windows[:, 1:])
-
-    def count_bytes(self, targets: Tensor) -> int:
-        """Return how many bytes of text the scored targets stand for; a separator stands for none."""
-        scored = targets[targets != IGNORE].cpu()
-        return int(self._byte_lengths[scored].sum())
 
     def read_prompt(self, text: str) -> Tensor:
         """Return the tokens of a text behind a separator, as at the beginning of a document."""
@@ -134,13 +137,6 @@ class Language:
     def _text(self, split: str) -> Tensor:
         texts = self.corpus.held_out()
         return {"validation": texts.validation, "test": texts.test}[split]
-
-    @cached_property
-    def _byte_lengths(self) -> Tensor:
-        lengths = torch.zeros(self.vocabulary_size, dtype=torch.int64)
-        known = torch.from_numpy(self.tokenizer.byte_lengths)
-        lengths[: len(known)] = known
-        return lengths
 
 
 class TextStream:

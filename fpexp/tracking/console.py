@@ -64,6 +64,7 @@ _CURVE_COLUMNS = (
     *(_Column(name, name.removesuffix("_accuracy").replace("_", " "), ".3f") for name in GENERATED),
     _Column("perplexity", "perplexity", ".4g"),
     _Column("byte_perplexity", "of a byte", ".4g"),
+    _Column("unigram_perplexity", "unigram", ".4g"),
     _Column("iterations_mean", "iterations", ".1f"),
     _Column("iterations_max", "max", ".0f"),
     _Column("n", "n", "d", always=True),

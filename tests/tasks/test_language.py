@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -114,15 +115,18 @@ def test_perplexity_of_a_token_and_of_a_byte(corpus: str) -> None:
     """Against a plain loop; é is two bytes in two tokens, a separator is a token of no byte."""
     found = experiment(corpus)
     row = evaluate_length(found, 16, 5, "test")
-    nats, tokens, text_bytes = 0.0, 0, 0
+    nats, tokens, text_bytes, seen = 0.0, 0, 0, []
     with torch.no_grad():
         for batch in found.task.held_out("test", 16, 1):  # type: ignore[attr-defined]
             nats += float(summed_loss(found.model.eval()(batch.inputs, mask=batch.mask).logits, batch.targets))
             scored = batch.targets[batch.targets != IGNORE].tolist()
             tokens += len(scored)
+            seen += scored
             text_bytes += sum(token < 256 for token in scored)
     assert row["tokens"] == tokens == 99
     assert row["bytes"] == text_bytes < tokens
+    entropy = -sum(n / tokens * math.log(n / tokens) for n in Counter(seen).values())
+    assert row["unigram_perplexity"] == pytest.approx(math.exp(entropy), rel=1e-5)
     assert row["perplexity"] == pytest.approx(math.exp(nats / tokens), rel=1e-5)
     assert row["byte_perplexity"] == pytest.approx(math.exp(nats / text_bytes), rel=1e-5)
 
