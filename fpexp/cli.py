@@ -7,7 +7,7 @@ import os
 import sys
 
 from fpexp import __version__
-from fpexp.errors import FpexpError, Interrupted, UserError
+from fpexp.errors import EndedElsewhere, FpexpError, Interrupted, UserError
 
 COMMANDS = {
     "train": "train a run, resume one, or sweep with -m",
@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.path.append(os.getcwd())  # a model or task of one's own beside the run, as with python -m
     try:
         return _dispatch(arguments)
+    except EndedElsewhere as error:
+        return error.exit_code
     except Interrupted as error:
         print(f"fpexp: {error}", file=sys.stderr)
         return error.exit_code

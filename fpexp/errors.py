@@ -24,3 +24,11 @@ class Interrupted(FpexpError):
         super().__init__(message or f"interrupted by {signal.Signals(signum).name}")
         self.signum = signum
         self.exit_code = 128 + signum
+
+
+class EndedElsewhere(FpexpError):
+    """Another process of the same run ended with this exit code and has told the user why; this one is silent."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("another process of this run has ended it")
+        self.exit_code = exit_code
