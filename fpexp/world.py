@@ -6,6 +6,7 @@ numbers a step, by gloo on the CPUs: so a process that has died is noticed on a 
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,6 +72,7 @@ class World:
             torch.cuda.set_device(self.local_rank)  # device=cuda is from now on this process's own
         distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
         yield
+        gc.collect()  # DDP is a cycle: what it holds must go before the interpreter does, whose end it would abort
         distributed.destroy_process_group()
 
     def check_device(self, device: str) -> None:

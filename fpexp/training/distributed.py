@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -63,6 +64,7 @@ def _shard(model: LanguageModel, device: str, world: World) -> None:
     """Share out the weights, a layer at a time, in place; the rest, embedding and head, stands together."""
     from torch.distributed.fsdp import fully_shard  # two seconds, which one process need not wait
 
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nobody changes it in place
     mesh = init_device_mesh(torch.device(device).type, (world.size,))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
