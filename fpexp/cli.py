@@ -34,7 +34,7 @@ first steps:
   fpexp train task=a5 model=fp_mamba_k
   fpexp runs
 
-exit codes: 0 done, 1 failure, 2 a mistake in what was asked for, 130 Ctrl-C, 143 SIGTERM"""
+exit codes: 0 done, 1 failure, 2 a mistake in what was asked for, 130 Ctrl-C, 143 SIGTERM, 140 SIGUSR2"""
 
 
 def main(argv: list[str] | None = None) -> int:

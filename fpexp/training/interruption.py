@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM as a flag that the loops look at between steps and batches.
+"""SIGINT, SIGTERM and SIGUSR2 as a flag that the loops look at between steps and batches.
 
 Processes that train together have to end together, or those that go on would wait for the others: each time they look,
 they agree. So none is ended in the middle of anything, and all look equally often.
@@ -17,7 +17,8 @@ from fpexp.world import ALONE, World
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+"""SIGUSR2 is how submitit has Slurm announce the end of a job's time."""
 
 
 class Interruption:
