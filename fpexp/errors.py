@@ -18,7 +18,7 @@ class UserError(FpexpError):
 
 
 class Interrupted(FpexpError):
-    """A signal ended the run after its state was saved: exit code 128 + signal (130 Ctrl-C, 143 SIGTERM, 140 SIGUSR2)."""
+    """A signal ended the run, its state is saved: exit code 128 + signal (130 Ctrl-C, 143 SIGTERM, 140 SIGUSR2)."""
 
     def __init__(self, signum: int, message: str = "") -> None:
         super().__init__(message or f"interrupted by {signal.Signals(signum).name}")

@@ -26,7 +26,7 @@ from fpexp.training.checkpoint import Checkpoint, load_newest, read
 from fpexp.training.distributed import check_shares
 from fpexp.training.interruption import Interruption
 from fpexp.training.loop import Trainer
-from fpexp.world import ALONE, World, is_lost_contact
+from fpexp.world import ALONE, LOST_CONTACT, World, is_lost_contact
 
 
 def start_run(config: RunConfig, tracker: Tracker, words: Sequence[str] = (), world: World = ALONE) -> RunFolder:
@@ -171,7 +171,7 @@ def _end_badly(run: RunFolder, config: RunConfig, tracker: Tracker, error: BaseE
 def _reason(error: BaseException, config: RunConfig) -> str:
     text = str(error)
     if is_lost_contact(error):
-        return "another process of the run has ended or does not answer"
+        return LOST_CONTACT
     if is_out_of_memory(error):
         training, evaluation = config.training, config.evaluation
         return (

@@ -24,6 +24,8 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)
 """How long a process waits for the others: more than a checkpoint, a picture or a slow share of an evaluation take."""
 
+LOST_CONTACT = "another process of the run has ended or does not answer"
+
 
 @dataclass(frozen=True)
 class World:
@@ -70,7 +72,8 @@ class World:
         on_gpu = self.local_rank < torch.cuda.device_count()
         if on_gpu:
             torch.cuda.set_device(self.local_rank)  # device=cuda is from now on this process's own
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+        with self._answered():
+            distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
         yield
         gc.collect()  # DDP is a cycle: what it holds must go before the interpreter does, whose end it would abort
         distributed.destroy_process_group()
@@ -94,7 +97,8 @@ class World:
             return [list(numbers)]
         mine = torch.tensor(numbers, dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(parts, mine)
+        with self._answered():
+            distributed.all_gather(parts, mine)
         return [part.tolist() for part in parts]
 
     def largest(self, number: int) -> int:
@@ -106,7 +110,8 @@ class World:
         if self.is_alone:
             return value
         held = [value]
-        distributed.broadcast_object_list(held, src=0, device=torch.device("cpu"))
+        with self._answered():
+            distributed.broadcast_object_list(held, src=0, device=torch.device("cpu"))
         return held[0]
 
     def together(self, work: Callable[[], T]) -> T:
@@ -129,6 +134,16 @@ class World:
     def by_first(self, work: Callable[[], T]) -> T:
         """Let the first process do something; return in every process what it returned, or end as it did."""
         return self.from_first(self.together(lambda: work() if self.is_first else None))  # type: ignore[return-value]
+
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """Say in one line that another process is gone; one that is not the first leaves that to it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost_contact(error):
+                raise
+            raise (FpexpError(LOST_CONTACT) if self.is_first else EndedElsewhere(1)) from error
 
 
 ALONE = World.alone()
