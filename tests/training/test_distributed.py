@@ -46,6 +46,14 @@ class EveryOther(WordProblem):  # of two processes the second has rows without a
         return batch
 
 
+class Writing(WordProblem):  # the answers of the two processes may end after different numbers of tokens
+    stop_token, generated_samples = 0, 7
+
+    def sample_prompts(self, size, length, generator):
+        tokens = torch.randint(self.vocabulary_size, (size, 2 * length + 3), generator=generator)
+        return tokens[:, :length], tokens[:, length:]
+
+
 def signalled(vocabulary_size: int, *, d_model: Count, layers: Count, expand: Count, dropout: Probability,
               signum: Count, at: Count) -> LanguageModel:
     model = lstm(vocabulary_size, d_model=d_model, layers=layers, expand=expand, dropout=dropout)
@@ -93,21 +101,22 @@ SAME = {
     ),
     "lstm fsdp": ("lstm", ["parallel=fsdp", "model.layers=2"]),
     "fp_mamba_k fsdp": ("fp_mamba_k", [*EXACT, "parallel=fsdp", "model.layers=2", "model.weight_norm=true"]),
-    "fp_mamba_h fsdp": (
+    "fp_mamba_h writes fsdp": (
         "fp_mamba_h",
         ["parallel=fsdp", "solver=sequential", "training.accumulation=2", "gradient=implicit", "precision=float64"],
     ),
 }
 """Configs whose numbers do not depend on how a batch is split."""
 
+TASKS = {"unscored": "parts.EveryOther", "writes": "parts.Writing"}
+
 
 def of_case(name: str, results_dir: Path) -> RunConfig:
     model, words = SAME[name]
     config = tiny(results_dir, *STEPS, *words, model=model)
-    if "unscored" not in name:
-        return config
+    targets = [target for word, target in TASKS.items() if word in name]
     tree = config.to_dict()
-    return RunConfig.parse({**tree, "task": {**tree["task"], "_target_": "parts.EveryOther"}})
+    return RunConfig.parse({**tree, "task": {**tree["task"], "_target_": targets[0]}}) if targets else config
 
 
 def with_signal(config: RunConfig, signum: int, at: int) -> RunConfig:
@@ -231,6 +240,7 @@ def test_numbers_are_those_of_one_process(
     assert_same_numbers(rows, read_rows(alone.metrics), 1e-6)
     assert_same_numbers(read_rows(run.curve), read_rows(alone.curve), 1e-6)
     assert [row["length"] for row in read_rows(run.curve)] == [2, 4]
+    assert ("generated_n" in read_rows(run.curve)[0]) == ("writes" in name)
     ours, others = (checkpoint.load_newest(folder.checkpoints, []).tensors for folder in (run, alone))
     assert ours.keys() == others.keys()
     for key in ours:
