@@ -6,6 +6,7 @@ numbers a step, by gloo on the CPUs: so a process that has died is noticed on a 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -74,8 +75,9 @@ class World:
             torch.cuda.set_device(self.local_rank)  # device=cuda is from now on this process's own
         with self._answered():
             distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+        atexit.register(gc.collect)  # DDP is a cycle; left to the interpreter's own end it may abort the process
         yield
-        gc.collect()  # DDP is a cycle: what it holds must go before the interpreter does, whose end it would abort
+        gc.collect()
         distributed.destroy_process_group()
 
     def check_device(self, device: str) -> None:
