@@ -188,14 +188,8 @@ class Trainer:
         step = self.progress.step
         samples = self.experiment.config.evaluation.validation_samples
         with self.interruption.at_once():
-            row = evaluate_length(
-                self.experiment,
-                self.experiment.task.lengths.max,
-                samples,
-                "validation",
-                world=self.world,
-                between_batches=self.interruption.look,
-            )
+            longest, look = self.experiment.task.lengths.max, self.interruption.look
+            row = evaluate_length(self.experiment, longest, samples, "validation", 0, self.world, look)
         accuracy, goal = row["sequence_accuracy"], self.config.stop_at_accuracy
         best = accuracy > self.progress.best_accuracy
         self.progress.validated_at = step
