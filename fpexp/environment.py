@@ -18,7 +18,18 @@ from fpexp.config.run import RunConfig
 from fpexp.ops import OPS
 from fpexp.ops.backend import choose
 
-PACKAGES = ("torch", "triton", "numba", "numpy", "hydra-core", "omegaconf", "safetensors", "wandb")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numba",
+    "numpy",
+    "hydra-core",
+    "omegaconf",
+    "safetensors",
+    "datasets",
+    "tokenizers",
+    "wandb",
+)
 
 
 def describe(config: RunConfig, parameters: int, words: Sequence[str]) -> dict[str, Any]:

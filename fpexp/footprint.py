@@ -34,7 +34,7 @@ def check_training(config: RunConfig, task: Task, model: LanguageModel, processe
     _check_states(config, model, sequences)
     kept = sum(module.out_features for module in model.modules() if isinstance(module, nn.Linear))
     split = f"training.batch_size={training.batch_size} and training.accumulation={training.accumulation}"
-    _check(config, task, sequences, task.lengths.max, kept, "task.lengths.max", split)
+    _check(config, task, sequences, task.lengths.max, kept, task.length_key, split)
 
 
 def _check_weights(config: RunConfig, model: LanguageModel, shares: int) -> None:

@@ -20,6 +20,7 @@ from fpexp.machine import apply_settings, is_out_of_memory
 from fpexp.reporting.figures import draw_curves
 from fpexp.reporting.store import read_curve
 from fpexp.run_folder import RunFolder, read_rows
+from fpexp.tasks import HeldOut
 from fpexp.tracking.console import warn
 from fpexp.tracking.tracker import RunStart, Tracker
 from fpexp.training.checkpoint import Checkpoint, load_newest, read
@@ -75,6 +76,8 @@ def _build(config: RunConfig, world: World, saved: Checkpoint | None = None) -> 
         raise
     if saved is not None:
         saved.check_fits(experiment.model)
+    if isinstance(experiment.task, HeldOut):
+        next(experiment.task.held_out("validation", 1, 1))  # text that is not there is said before a run begins
     notes = apply_settings(experiment.config)
     if not world.is_alone:
         notes = (*notes, f"{world.size} processes, parallel={config.parallel}")

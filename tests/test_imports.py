@@ -106,12 +106,13 @@ def others(file: Path, found: dict[str, str]) -> list[str]:
 
 def test_channel_mixers_stand_alone() -> None:
     """Arrow 3: no scan, solver or model in a mixer, and no kind in another kind; kernels know mixers, so their types
-    may be used."""
+    and their norm may be used."""
     found = kinds("fpexp.channel_mixers")
     assert len(found) >= 3
     for file in room("fpexp.channel_mixers"):
-        shared = ("fpexp.channel_mixers", "fpexp.ops.mixers", "fpexp.errors", "fpexp.ranges", "fpexp.status")
-        assert all(under(name, *shared) for name in of_project(file)), file
+        shared = ("fpexp.channel_mixers", "fpexp.ops.mixers", "fpexp.ops.l2norm")
+        types = ("fpexp.errors", "fpexp.ranges", "fpexp.status")
+        assert all(under(name, *shared, *types) for name in of_project(file)), file
         assert file.stem == "__init__" or not arrows([file], *others(file, found))
 
 
@@ -148,6 +149,15 @@ def test_training_and_evaluation_test_no_names() -> None:
     for file in room("fpexp.training", "fpexp.evaluation"):
         strings = {n.value for n in ast.walk(tree_of(file)) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
         assert not strings & names, file
+
+
+def test_data_knows_no_task_model_or_training() -> None:
+    """Token streams stand alone; what is heavy in them is imported where it is used."""
+    shared = ("fpexp.data", "fpexp.errors", "fpexp.randomness", "fpexp.run_folder")
+    for file in room("fpexp.data"):
+        assert all(under(name, *shared) for name in of_project(file)), file
+    others = [file for file in FILES if not under(name_of(file), "fpexp.data")]
+    assert not arrows(others, "datasets", "pyarrow", "tokenizers")
 
 
 def test_reporting_imports_no_torch() -> None:
@@ -194,6 +204,7 @@ def run(code: str) -> None:
         ["list"],
         ["bench", "--help"],
         ["bench", "--list"],
+        ["data", "--help"],
     ],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
@@ -202,6 +213,7 @@ import sys
 from fpexp.cli import main
 assert main({arguments!r}) == 0
 heavy = {{"torch", "numpy", "hydra", "omegaconf", "wandb", "datasets", "matplotlib", "numba", "triton"}}
+heavy |= {{"pyarrow", "tokenizers"}}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """)
 
@@ -218,7 +230,7 @@ assert "torch" not in sys.modules
 
 def test_the_computing_rooms_need_torch_alone() -> None:
     """They import, build a run from a resolved config in JSON, train a step and measure, with the rest absent."""
-    rooms = ("ops", "channel_mixers", "fixed_point", "models", "tasks", "training", "evaluation")
+    rooms = ("ops", "channel_mixers", "fixed_point", "models", "tasks", "training", "evaluation", "data")
     modules = [name_of(file) for name in rooms for file in room(f"fpexp.{name}")]
     from fpexp.config.compose import compose
 
@@ -226,7 +238,7 @@ def test_the_computing_rooms_need_torch_alone() -> None:
     config = compose([*words, "evaluation.validation_samples=4"]).to_dict()
     run(f"""
 import importlib, sys
-for name in ("hydra", "omegaconf", "wandb", "datasets", "rich", "matplotlib", "yaml"):
+for name in ("hydra", "omegaconf", "wandb", "datasets", "rich", "matplotlib", "yaml", "pyarrow", "tokenizers"):
     sys.modules[name] = None
 for name in {modules!r}:
     importlib.import_module(name)

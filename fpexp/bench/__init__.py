@@ -27,6 +27,11 @@ BENCHMARKS = {
         "a training step of FP-Mamba against torch's LSTM",
         "batch_size=256 length=16 run=<run id or folder>",
     ),
+    "sampling": Entry(
+        "fpexp.bench.sampling",
+        "drawing a batch of each task against the training step with it",
+        "model=fp_mamba_h batch_size=0",
+    ),
     "sequential_solve": Entry(
         "fpexp.bench.sequential_solve",
         "the sequential solver against Picard, with counts",

@@ -14,9 +14,9 @@ from fpexp.tracking.console import warn
 TASK = "a5"
 
 
-def fresh(model: str, *words: str) -> Experiment:
-    """Build a model at its initialisation, for A5 on a CPU at scale=cpu."""
-    return build(compose([f"task={TASK}", f"model={model}", "scale=cpu", "device=cpu", *words]))
+def fresh(model: str, *words: str, task: str = TASK) -> Experiment:
+    """Build a model at its initialisation, for a task on a CPU at scale=cpu."""
+    return build(compose([f"task={task}", f"model={model}", "scale=cpu", "device=cpu", *words]))
 
 
 def trained(run: str, context: Context) -> tuple[str, Experiment]:

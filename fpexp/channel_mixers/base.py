@@ -10,14 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from fpexp.errors import UserError
+from fpexp.ops.l2norm import l2norm
 from fpexp.ops.mixers import MixerForm
-
-EPSILON = 1e-6
-
-
-def l2norm(v: Tensor) -> Tensor:
-    """v / sqrt(|v|^2 + eps) over the last axis; the epsilon keeps value and gradient finite at v = 0."""
-    return v * torch.rsqrt(v.square().sum(-1, keepdim=True) + EPSILON)
 
 
 def gram_schmidt(u: Tensor) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fpexp.channel_mixers.base import EPSILON, ChannelMixer, l2norm
+from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.errors import UserError
+from fpexp.ops.l2norm import EPSILON, l2norm
 from fpexp.ops.mixers import MixerForm
 from fpexp.ranges import Count, Range
 

@@ -49,10 +49,7 @@ def run(arguments: list[str]) -> int:
     if "limit" in options and not isinstance(task, Generating):
         raise UserError(f"limit={options['limit']} has no meaning here: {type(task).__name__} answers at every token")
     prompt = task.read_prompt(options["prompt"])[None]
-    if isinstance(task, Generating):
-        read = _continue(loaded, prompt, options.get("limit", 256))
-    else:
-        read = _tag(loaded, prompt)
+    read = _continue(loaded, prompt, options.get("limit")) if isinstance(task, Generating) else _tag(loaded, prompt)
     first, last = read.state_bytes
     growth = "the same" if first == last else f"{last:,} bytes"
     print(f"state     {first:,} bytes after the first step, {growth} after the last")
@@ -78,13 +75,24 @@ def _tag(loaded: LoadedRun, prompt: Tensor) -> Read:
     return read
 
 
-def _continue(loaded: LoadedRun, prompt: Tensor, limit: int) -> Read:
-    """Print the prompt and the model's greedy continuation."""
+def _continue(loaded: LoadedRun, prompt: Tensor, limit: int | None) -> Read:
+    """Print the prompt and the model's greedy continuation, no longer than a known answer, which is printed below."""
     import torch
 
     from fpexp.evaluation.generation import continue_greedily
+    from fpexp.tasks import KnownAnswer
 
     task: Any = loaded.experiment.task
+    target = task.answer(prompt[0]) if isinstance(task, KnownAnswer) else None
+    if limit is None:
+        limit = 256 if target is None else len(target)
     read = continue_greedily(loaded.model, prompt.to(loaded.experiment.config.device), task.stop_token, limit)
-    print(task.write(torch.cat([prompt[0], read.tokens[0].cpu()])))
+    written = read.tokens[0].cpu()
+    if target is None:
+        print(task.write(torch.cat([prompt[0], written])))
+        return read
+    for name, tokens in (("prompt", prompt[0]), ("model", written), ("target", target)):
+        print(f"{name:<9} {task.write(tokens)}")
+    common = min(len(written), len(target))
+    print(f"right     {int((written[:common] == target[:common]).sum())} of {len(target)}")
     return read

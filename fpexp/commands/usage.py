@@ -33,12 +33,14 @@ Measures a recorded run's checkpoint at other lengths, prints the rows and keeps
 run's evaluations/ folder."""
 
 GENERATE = """\
-usage: fpexp generate run=<run id or folder> prompt='<text>' [limit=256] [checkpoint=newest|best] [device=cpu]
+usage: fpexp generate run=<run id or folder> prompt='<text>' [limit=<tokens>] [checkpoint=newest|best] [device=cpu]
                       [results_dir=results]
 
 Reads a prompt with a recorded run's model and prints what it makes of it, and how large a state it carries. Of a task
 with an answer at every token (word problems: element numbers, such as prompt='3 17 5'), the answers, one token read at
-a time, above the right ones; of a task that writes its answer, the prompt and what follows, at most `limit` tokens."""
+a time, above the right ones; of a task that writes its answer, the prompt and what follows, at most `limit` tokens
+(256), or as many as the right answer has where there is one (prompt='$abcde|' for copy, prompt='(1+2)*3=' for
+modular_arithmetic)."""
 
 RUNS = """\
 usage: fpexp runs [results_dir=results]
@@ -61,6 +63,17 @@ benchmarks, with keys of their own:
 
 Packages to compare with come with pip install 'fpexp[bench]'; what is not installed is left out and said."""
 
+DATA = """\
+usage: fpexp data prepare task=<task> data.tokens=<number> [data.output=<folder>] [data.shard_tokens=1e8]
+                          [task.source=local task.files='data/*.jsonl'] [<key>=<value> ...]
+
+Writes the tokens of a task's documents into files that training reads without them, and without a network:
+fpexp train task=fineweb task.source=shards task.files=<folder>. One pass at most over the documents; those of
+validation and test are kept apart. What a stop or a full disk leaves is whole; the same command goes on from there.
+Words other than data.* are as for train; model and training have no meaning here. The folder is
+<results_dir>/data/<task>-<tokenizer> unless named. Files: .parquet, .jsonl, .json, and text (task.text_unit), the
+latter three also as .gz, .bz2 or .zst."""
+
 LIST = """\
 usage: fpexp list [tasks|models|solvers|schedules|gradients|scales|experiments]
        fpexp list models [task=<task>] [<key>=<value> ...]
@@ -74,7 +87,7 @@ usage: fpexp doctor [results_dir=results]
 Shows versions, devices, the backend that each op would use and free disk. Exit code 1, with the mend, when something
 is missing."""
 
-TEXTS = {"evaluate": EVALUATE, "generate": GENERATE, "runs": RUNS, "list": LIST, "doctor": DOCTOR}
+TEXTS = {"evaluate": EVALUATE, "generate": GENERATE, "runs": RUNS, "data": DATA, "list": LIST, "doctor": DOCTOR}
 
 
 def describe(command: str) -> str:

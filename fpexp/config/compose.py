@@ -22,6 +22,8 @@ from fpexp.config.schema import did_you_mean
 from fpexp.errors import UserError
 
 CONFIG_NAME = "config"
+WITHIN_CONF = {"of_model": "solver", "of_task": "model"}
+"""What conf/ has files decide for others, which refer to it, and for which; gone once they have their values."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
@@ -105,6 +107,8 @@ def from_hydra(config: DictConfig, selected: dict[str, Any]) -> RunConfig:
         raw = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(_first_line(error)) from error
+    for name in WITHIN_CONF:
+        raw.pop(name, None)  # type: ignore[union-attr,call-arg,arg-type]
     raw["choices"] = {group: selected.get(group) for group in GROUPS}  # type: ignore[index,call-overload]
     return RunConfig.parse(raw)  # type: ignore[arg-type]
 
@@ -134,6 +138,9 @@ def _check_group(override: Override) -> None:
 def _check_top_level(override: Override) -> None:
     """Catch a misspelt group here: without it Hydra would complain of the group that is missing."""
     key = str(override.key_or_group)
+    of = WITHIN_CONF.get(key.partition(".")[0])
+    if of:
+        raise UserError(f"'{key}' is for the files in conf/; set {of}.{key.rpartition('.')[2]} instead")
     known = {field.name for field in dataclasses.fields(RunConfig)} | {*GROUPS, "hydra"}
     near = did_you_mean(key, known)
     if "." not in key and "/" not in key and key not in known and near:

@@ -87,6 +87,10 @@ def measure_generation(experiment: Experiment, task: Answered, length: int, worl
             tokens = read.tokens.cpu()
             missing = answers.shape[1] - tokens.shape[1]  # all sequences have stopped before
             tokens = functional.pad(tokens, (0, missing), value=IGNORE)
+            if task.stop_token is not None:
+                stops = torch.eq(tokens, task.stop_token).cumsum(1)
+                after_the_stop = functional.pad(stops[:, :-1], (1, 0)) > 0  # filled up while others still write
+                tokens = tokens.masked_fill(after_the_stop, IGNORE)
             accuracy.add_predictions(tokens, answers)
     finally:
         _release_weights(model)

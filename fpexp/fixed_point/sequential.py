@@ -11,7 +11,7 @@ from fpexp.errors import UserError
 from fpexp.fixed_point.iterate import Stopping, iterate
 from fpexp.fixed_point.picard import Damped, Damping
 from fpexp.fixed_point.types import Cap, Solver, SolveResult, Sweepable, TokenRecord, TokenwiseProblem
-from fpexp.ops.fixed_point_sweep import SweepSettings
+from fpexp.ops.sweep import SweepSettings
 from fpexp.ranges import Count, Positive
 
 

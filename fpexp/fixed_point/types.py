@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
-from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings
+from fpexp.ops.sweep import SweepResult, SweepSettings
 
 
 @dataclass(frozen=True)

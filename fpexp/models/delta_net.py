@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,10 @@ from fpexp.fixed_point import Cap, SolveResult
 from fpexp.models.blocks import residual_model
 from fpexp.models.initialisation import Delta, delta_bias
 from fpexp.models.lm import LanguageModel, SequenceLayer
-from fpexp.models.short_convolution import ShortConvolution
-from fpexp.models.sizes import check_ascends
+from fpexp.models.short_convolution import ShortConvolution, activate
+from fpexp.models.sizes import check_ascends, check_divides
 from fpexp.ops.delta_rule import delta_rule
+from fpexp.ops.l2norm import l2norm
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
 
 
@@ -82,11 +83,7 @@ class DeltaNetLayer(SequenceLayer):
         """As `forward`, on from `state`. Rates and norms are computed in the type of the parameters."""
         dtype = self.in_projection.weight.dtype
         x, gate, b, a = self.in_projection(u).split(self.sizes, dim=-1)
-        inputs = None
-        if self.convolution is None:
-            x = functional.silu(x)
-        else:
-            x, inputs = self.convolution.decode(x, None if state is None else state.inputs)
+        x, inputs = activate(self.convolution, x, None if state is None else state.inputs)
         q, k, v = x.split(self.convolved, dim=-1)
         q = l2norm(q.unflatten(-1, (self.heads, -1)).to(dtype))
         k, v = (part.unflatten(-1, (self.steps, self.heads, -1)) for part in (k, v))
@@ -101,11 +98,6 @@ class DeltaNetLayer(SequenceLayer):
         if not a.shape[-1]:
             return None
         return -self.A_log.exp() * functional.softplus(a.to(self.dt_bias.dtype) + self.dt_bias)
-
-
-def l2norm(x: Tensor) -> Tensor:
-    """Return x / |x| over the last dimension; the small addend bounds its gradient at 0."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def gated_delta_net(
@@ -168,29 +160,22 @@ def delta_product(
     check_ascends("model.delta_range", delta_range)
     if heads is None:
         heads = next(count for count in range(max(2, d_model // 128), 0, -1) if d_model % count == 0)
-    arguments: dict[str, Any] = {
-        "heads": heads,
-        "key_size": head_size or _head_size(d_model, heads),
-        "householder_steps": householder_steps,
-        "conv_width": conv_width,
-        "negative_eigenvalues": negative_eigenvalues,
-        "decay": decay,
-        "delta_range": delta_range,
-    }
-    value_size = _value_size(arguments["key_size"], expand_v)
-
-    def layer() -> DeltaNetLayer:
-        return DeltaNetLayer(d_model, value_size=value_size, **arguments)
-
-    return residual_model(vocabulary_size, d_model, layers, mlp_expand, dropout, layer)
-
-
-def _head_size(d_model: int, heads: int) -> int:
-    if d_model % heads:
-        raise UserError(
-            f"model.heads={heads} does not divide model.d_model={d_model}; take a divisor of it, or set model.head_size"
-        )
-    return d_model // heads
+    if head_size is None:
+        check_divides("model.heads", heads, "model.d_model", d_model, ", or set model.head_size")
+        head_size = d_model // heads
+    make_layer = functools.partial(
+        DeltaNetLayer,
+        d_model,
+        heads,
+        head_size,
+        _value_size(head_size, expand_v),
+        householder_steps,
+        conv_width,
+        negative_eigenvalues,
+        decay,
+        delta_range,
+    )
+    return residual_model(vocabulary_size, d_model, layers, mlp_expand, dropout, make_layer)
 
 
 def _value_size(key_size: int, expand_v: float) -> int:

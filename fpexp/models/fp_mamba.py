@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.fixed_point import Gradient, Solver
 from fpexp.models.blocks import residual_model
-from fpexp.models.fp_mamba_layer import Decay, DecayScale, Dependence, Dynamics, FPLayer
+from fpexp.models.fp_mamba_layer import Decay, DecayScale, Dependence, Dynamics, FPScanLayer
 from fpexp.models.initialisation import Delta, delta_logits, s4d_real
 from fpexp.models.lm import LanguageModel
 from fpexp.models.sizes import inner_width
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
 
 
-class FPMambaLayer(FPLayer):
+class FPMambaLayer(FPScanLayer):
     """Mamba's dynamics: Delta = softplus(W_dt (W_r x) + b_dt) (B, T, d), A = -exp(A_log) (d, N) and D (d)."""
 
     def __init__(
@@ -83,23 +83,25 @@ def fp_mamba(
     UserError where sizes come to nothing or `delta_range` does not ascend.
     """
     width = inner_width(expand, d_model)
-    arguments: dict[str, Any] = {
-        "state_size": state_size,
-        "dt_rank": dt_rank or math.ceil(d_model / 16),
-        "conv_width": conv_width,
-        "solver": solver,
-        "gradient": gradient,
-        "dependence": dependence,
-        "gate": gate,
-        "norm": norm,
-        "norm_epsilon": norm_epsilon,
-        "delta_range": delta_range,
-        "decay": decay,
-        "decay_scale": decay_scale,
-        "weight_norm": weight_norm,
-    }
 
     def layer() -> FPMambaLayer:
-        return FPMambaLayer(d_model, width, channel_mixer=channel_mixer(width), **arguments)
+        return FPMambaLayer(
+            d_model,
+            width,
+            channel_mixer=channel_mixer(width),
+            state_size=state_size,
+            dt_rank=dt_rank or math.ceil(d_model / 16),
+            conv_width=conv_width,
+            solver=solver,
+            gradient=gradient,
+            dependence=dependence,
+            gate=gate,
+            norm=norm,
+            norm_epsilon=norm_epsilon,
+            delta_range=delta_range,
+            decay=decay,
+            decay_scale=decay_scale,
+            weight_norm=weight_norm,
+        )
 
     return residual_model(vocabulary_size, d_model, layers, mlp_expand, dropout, layer)

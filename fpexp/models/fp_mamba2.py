@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.fixed_point import Gradient, Solver
 from fpexp.models.blocks import residual_model
-from fpexp.models.fp_mamba_layer import Decay, DecayScale, Dependence, Dynamics, FPLayer
+from fpexp.models.fp_mamba_layer import Decay, DecayScale, Dependence, Dynamics, FPScanLayer
 from fpexp.models.initialisation import Delta, Rate
 from fpexp.models.lm import LanguageModel
 from fpexp.models.sizes import check_ascends, count_heads, inner_width
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
 
 
-class FPMamba2Layer(FPLayer):
+class FPMamba2Layer(FPScanLayer):
     """Mamba-2's dynamics: Delta = softplus(W_dt x + dt_bias) (B, T, heads), A = -exp(A_log) (heads) and D (heads).
 
     A head is `head_size` neighbouring channels, which decay alike; all heads share b and c (one group). The mixer is
@@ -95,24 +95,26 @@ def fp_mamba2(
     UserError where sizes come to nothing, `head_size` does not divide the inner width or a range does not ascend.
     """
     width = inner_width(expand, d_model)
-    arguments: dict[str, Any] = {
-        "head_size": head_size,
-        "state_size": state_size,
-        "conv_width": conv_width,
-        "solver": solver,
-        "gradient": gradient,
-        "dependence": dependence,
-        "gate": gate,
-        "norm": norm,
-        "norm_epsilon": norm_epsilon,
-        "delta_range": delta_range,
-        "a_range": a_range,
-        "decay": decay,
-        "decay_scale": decay_scale,
-        "weight_norm": weight_norm,
-    }
 
     def layer() -> FPMamba2Layer:
-        return FPMamba2Layer(d_model, width, channel_mixer=channel_mixer(width), **arguments)
+        return FPMamba2Layer(
+            d_model,
+            width,
+            channel_mixer=channel_mixer(width),
+            head_size=head_size,
+            state_size=state_size,
+            conv_width=conv_width,
+            solver=solver,
+            gradient=gradient,
+            dependence=dependence,
+            gate=gate,
+            norm=norm,
+            norm_epsilon=norm_epsilon,
+            delta_range=delta_range,
+            a_range=a_range,
+            decay=decay,
+            decay_scale=decay_scale,
+            weight_norm=weight_norm,
+        )
 
     return residual_model(vocabulary_size, d_model, layers, mlp_expand, dropout, layer)

@@ -10,16 +10,16 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
 
 from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.errors import UserError
-from fpexp.fixed_point import Cap, Gradient, Sequential, Solver, SolveResult
+from fpexp.fixed_point import Cap, Gradient, Solver, SolveResult
+from fpexp.models.fp_layer import FPLayer
 from fpexp.models.fp_mamba_problem import FPMambaProblem, State, plus
 from fpexp.models.initialisation import delta_bias, floored_decay, sigmoid_bias
-from fpexp.models.lm import SequenceLayer
 from fpexp.models.short_convolution import ShortConvolution
 from fpexp.models.sizes import check_ascends
+from fpexp.ops.kernel import compute_type
 from fpexp.ops.mixers import Columns
 from fpexp.ranges import Range
 
@@ -81,7 +81,7 @@ class Dynamics:
         return self.decay == "floor"
 
 
-class FPLayer(SequenceLayer):
+class FPScanLayer(FPLayer):
     """A fixed-point layer on a selective scan, (B, T, d_model) -> (B, T, d_model), inner width d (paper eqs. 12-14).
 
     With s_t = y_{t-1} of the given iterate, one evaluation of f is
@@ -112,13 +112,10 @@ class FPLayer(SequenceLayer):
         weight_norm: bool,
         dynamics: Dynamics,
     ) -> None:
-        super().__init__()
-        self.width, self.state_size, self.dynamics = width, state_size, dynamics
-        self.channel_mixer, self.solver, self.gradient = channel_mixer, solver, gradient
+        super().__init__(d_model, width, channel_mixer, solver, gradient)
+        self.state_size, self.dynamics = state_size, dynamics
         self.gate_inside = gate == "inside"
-        self.output_size = d_model
         self.state_numbers = width * state_size
-        self.iterations_depend_on_length = solver.whole_sequence
 
         mixer_size = channel_mixer.coefficient_size
         self.x_sizes = (mixer_size, state_size, state_size, dynamics.columns)
@@ -134,7 +131,6 @@ class FPLayer(SequenceLayer):
             ),
         )
         self.outer_gate_size = 0 if self.gate_inside else gate_size
-        self.in_projection = nn.Linear(d_model, 2 * width, bias=False)
         self.convolution = ShortConvolution(width, conv_width) if conv_width else None
         self.x_projection = nn.Linear(width, sum(self.x_sizes), bias=False)
         self.s_weight = nn.Parameter(torch.empty(sum(self.columns.from_s) + self.outer_gate_size, width))
@@ -144,9 +140,7 @@ class FPLayer(SequenceLayer):
         self.out_projection = nn.Linear(width, d_model, bias=False)
         self._initialise()
         if weight_norm:
-            parametrizations.weight_norm(self.x_projection)
-            if self.s_weight.numel():
-                parametrizations.weight_norm(self, "s_weight")
+            self._norm_weights()
         if dynamics.floor:
             with torch.no_grad():
                 self._zero_delta_weights()
@@ -191,23 +185,17 @@ class FPLayer(SequenceLayer):
     def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
         """Solve for y* without gradient, attach it, gate and project."""
         problem = self.problem(u, mask)
-        result = self.solver.solve(problem, cap, training=self.training)
-        y, result = self.gradient.attach(problem, result)
+        y, result = self._solve(problem, cap)
         return self._read_out(problem, y, problem.previous(y)), (result,)
 
     def decode(self, u: Tensor, state: Carried | None) -> tuple[Tensor, tuple[SolveResult, ...], Carried]:
-        """Solve by the sequential sweep, whose state goes on: another solver lends it its tolerance.
-
-        To rounding what one pass over all tokens gives with that sweep; with gradient=unrolled, whose later
-        evaluations have other states, within the tolerance.
-        """
+        """As `forward`, on from `state`; see `_carry`."""
         x, z = self.in_projection(u).chunk(2, dim=-1)
         inputs = None
         if self.convolution is not None:
             x, inputs = self.convolution.decode(x, None if state is None else state.inputs)
         problem = self._problem(x, z, None, None if state is None else state.loop)
-        result, loop = Sequential.like(self.solver).carry(problem)
-        y, result = self.gradient.attach(problem, result)
+        y, result, loop = self._carry(problem)
         before = problem.state.y if state is None else state.y
         output = self._read_out(problem, y, torch.cat([before, y[:, :-1]], dim=1))
         return output, (result,), Carried(loop, y[:, -1:].clone(), inputs)
@@ -228,16 +216,15 @@ class FPLayer(SequenceLayer):
         return output
 
     def _problem(self, x: Tensor, z: Tensor, mask: Tensor | None, state: State | None) -> FPMambaProblem:
-        *loop_sizes, dt_rank = self.x_sizes
-        bias = functional.pad(self.mixer_bias, (0, sum(self.x_sizes) - loop_sizes[0]))
+        mixer_size, delta_size, total = self.x_sizes[0], self.x_sizes[-1], sum(self.x_sizes)
+        bias = functional.pad(self.mixer_bias, (0, total - mixer_size))
         projected = functional.linear(x, self.x_projection.weight, bias)
-        loop, dt = projected.split([sum(loop_sizes), dt_rank], dim=-1)
+        loop, dt = projected.split([total - delta_size, delta_size], dim=-1)
         parts = [loop, self._delta(dt)]
         if self.gate_inside:
             parts.append(z)
         if state is None:
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-            zeros = x.new_zeros(x.shape[0], self.width, self.state_size, dtype=dtype)
+            zeros = x.new_zeros(x.shape[0], self.width, self.state_size, dtype=compute_type(x.dtype))
             state = State(y=zeros[:, None, :, 0], H=zeros)
         loop_weight, gate_weight = self.s_weight.split([sum(self.columns.from_s), self.outer_gate_size])
         return FPMambaProblem(

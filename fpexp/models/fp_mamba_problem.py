@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fpexp.channel_mixers.base import ChannelMixer, l2norm
-from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings, SweepTerms, sweep
+from fpexp.channel_mixers.base import ChannelMixer
+from fpexp.ops.fixed_point_sweep import SweepTerms, sweep
+from fpexp.ops.l2norm import l2norm
 from fpexp.ops.mixers import Columns, KnownTokens, MixedTokens, MixerForm
 from fpexp.ops.selective_scan import selective_scan
 from fpexp.ops.ssd import ssd
+from fpexp.ops.sweep import SweepResult, SweepSettings
 from fpexp.ops.token_mixing import mix_tokens
 
 P = ParamSpec("P")

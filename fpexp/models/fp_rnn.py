@@ -8,19 +8,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations
 
 from fpexp.channel_mixers.base import ChannelMixer
-from fpexp.fixed_point import Cap, Gradient, Sequential, Solver, SolveResult
+from fpexp.fixed_point import Cap, Gradient, Solver, SolveResult
 from fpexp.models.blocks import residual_model
+from fpexp.models.fp_layer import FPLayer
 from fpexp.models.fp_rnn_problem import FPRNNProblem, State
-from fpexp.models.lm import LanguageModel, SequenceLayer
+from fpexp.models.lm import LanguageModel
 from fpexp.models.sizes import inner_width
+from fpexp.ops.kernel import compute_type
 from fpexp.ops.mixers import Columns
 from fpexp.ranges import Count, Depth, NonNegative, Positive, Probability
 
 
-class FPRNNLayer(SequenceLayer):
+class FPRNNLayer(FPLayer):
     """One FP-RNN layer, (B, T, d_model) -> (B, T, d_model), inner width d (paper sec. 3, eq. 8).
 
     From the block input u: x, z = W_in u. With s_t = h_{t-1} of the given iterate, one evaluation of f is
@@ -43,16 +44,10 @@ class FPRNNLayer(SequenceLayer):
         hidden_dependence: bool,
         weight_norm: bool,
     ) -> None:
-        super().__init__()
-        self.width = width
-        self.channel_mixer, self.solver, self.gradient = channel_mixer, solver, gradient
-        self.output_size = d_model
-        self.iterations_depend_on_length = solver.whole_sequence
-
+        super().__init__(d_model, width, channel_mixer, solver, gradient)
         mixer_size = channel_mixer.coefficient_size
         on_s = int(hidden_dependence)
         self.columns = Columns(sizes=(mixer_size, 0, 0, width, 0), from_s=(on_s * mixer_size, 0, 0, 0, 0))
-        self.in_projection = nn.Linear(d_model, 2 * width, bias=False)
         self.x_projection = nn.Linear(width, mixer_size + 3 * width, bias=False)  # Q; lambda, v, read-out
         self.s_weight = nn.Parameter(torch.empty(on_s * (mixer_size + width), width))
         self.mixer_bias = nn.Parameter(torch.zeros(mixer_size))
@@ -60,9 +55,7 @@ class FPRNNLayer(SequenceLayer):
         self.out_projection = nn.Linear(width, d_model, bias=False)
         self._initialise()
         if weight_norm:
-            parametrizations.weight_norm(self.x_projection)
-            if self.s_weight.numel():
-                parametrizations.weight_norm(self, "s_weight")
+            self._norm_weights()
 
     def _initialise(self) -> None:
         """Where x and s enter both, they do like the halves of one linear layer's input; lambda and v have x alone."""
@@ -77,20 +70,14 @@ class FPRNNLayer(SequenceLayer):
         """Solve for h* without gradient, attach it, read out, gate and project."""
         x, z = self.in_projection(u).chunk(2, dim=-1)
         problem = self._problem(x, mask, None)
-        result = self.solver.solve(problem, cap, training=self.training)
-        h, result = self.gradient.attach(problem, result)
+        h, result = self._solve(problem, cap)
         return self._read_out(x, z, problem.state, h), (result,)
 
     def decode(self, u: Tensor, state: State | None) -> tuple[Tensor, tuple[SolveResult, ...], State]:
-        """Solve by the sequential sweep, whose state goes on: another solver lends it its tolerance.
-
-        To rounding what one pass over all tokens gives with that sweep; with gradient=unrolled, whose later
-        evaluations have other states, within the tolerance.
-        """
+        """As `forward`, on from `state`; see `_carry`."""
         x, z = self.in_projection(u).chunk(2, dim=-1)
         problem = self._problem(x, None, state)
-        result, after = Sequential.like(self.solver).carry(problem)
-        h, result = self.gradient.attach(problem, result)
+        h, result, after = self._carry(problem)
         return self._read_out(x, z, problem.state, h), (result,), after
 
     def problem(self, u: Tensor, mask: Tensor | None = None, state: State | None = None) -> FPRNNProblem:
@@ -110,7 +97,7 @@ class FPRNNLayer(SequenceLayer):
         loop, value = self.x_projection.weight[: -self.width].split([mixer_size + self.width, self.width])
         from_x = functional.linear(x, loop, functional.pad(self.mixer_bias, (0, self.width)))
         v = functional.silu(functional.linear(x, value)) * x
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = compute_type(x.dtype)
         if state is None:
             zeros = x.new_zeros(x.shape[0], 1, self.width, dtype=dtype)
             state = State(y=zeros, h=zeros)

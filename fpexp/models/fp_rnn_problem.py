@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from fpexp.channel_mixers.base import ChannelMixer
 from fpexp.ops.diagonal_scan import diagonal_scan
-from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings
 from fpexp.ops.mixers import Columns, KnownTokens
+from fpexp.ops.sweep import SweepResult, SweepSettings
 from fpexp.ops.token_mixing import mix_tokens
 from fpexp.ops.vector_sweep import VectorTerms, sweep
 

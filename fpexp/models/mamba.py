@@ -13,7 +13,7 @@ from fpexp.fixed_point import Cap, SolveResult
 from fpexp.models.blocks import residual_model
 from fpexp.models.initialisation import Delta, delta_logits, delta_projection, s4d_real
 from fpexp.models.lm import LanguageModel, SequenceLayer
-from fpexp.models.short_convolution import ShortConvolution
+from fpexp.models.short_convolution import ShortConvolution, activate
 from fpexp.models.sizes import check_ascends, inner_width
 from fpexp.ops.selective_scan import selective_scan
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
@@ -57,26 +57,17 @@ class MambaLayer(SequenceLayer):
 
     def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
         """Return the output; there is nothing to solve, and padding on the right changes nothing before it."""
-        x, z = self.in_projection(u).chunk(2, dim=-1)
-        x = functional.silu(x) if self.convolution is None else self.convolution(x)
-        return self._scan(x, z, None)[0], ()
+        output, solves, _ = self.decode(u, None)
+        return output, solves
 
     def decode(self, u: Tensor, state: Carried | None) -> tuple[Tensor, tuple[SolveResult, ...], Carried]:
         """Return the output, no solves, and what the tokens so far leave behind."""
         x, z = self.in_projection(u).chunk(2, dim=-1)
-        inputs = None
-        if self.convolution is None:
-            x = functional.silu(x)
-        else:
-            x, inputs = self.convolution.decode(x, None if state is None else state.inputs)
-        output, H = self._scan(x, z, None if state is None else state.H)
-        return output, (), Carried(H, inputs)
-
-    def _scan(self, x: Tensor, z: Tensor, H: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, inputs = activate(self.convolution, x, None if state is None else state.inputs)
         dt, b, c = self.x_projection(x).split(self.x_sizes, dim=-1)
         delta = functional.softplus(delta_logits(self.dt_projection, dt))
-        y, H = selective_scan(x, delta, -self.A_log.exp(), b, c, self.D, H)
-        return self.out_projection(functional.silu(z) * y), H
+        y, H = selective_scan(x, delta, -self.A_log.exp(), b, c, self.D, None if state is None else state.H)
+        return self.out_projection(functional.silu(z) * y), (), Carried(H, inputs)
 
 
 def mamba(

@@ -12,7 +12,7 @@ from fpexp.fixed_point import Cap, SolveResult
 from fpexp.models.blocks import residual_model
 from fpexp.models.initialisation import Delta, Rate, delta_bias
 from fpexp.models.lm import LanguageModel, SequenceLayer
-from fpexp.models.short_convolution import ShortConvolution
+from fpexp.models.short_convolution import ShortConvolution, activate
 from fpexp.models.sizes import check_ascends, check_divides, count_heads, inner_width
 from fpexp.ops.ssd import ssd
 from fpexp.ranges import Count, CountOrZero, Depth, NonNegative, Positive, Probability
@@ -80,23 +80,13 @@ class Mamba2Layer(SequenceLayer):
 
     def forward(self, u: Tensor, cap: Cap, mask: Tensor | None) -> tuple[Tensor, tuple[SolveResult, ...]]:
         """There is nothing to solve, and padding on the right changes no real token."""
-        z, xbc, dt = self.in_projection(u).split(self.in_sizes, dim=-1)
-        xbc = functional.silu(xbc) if self.convolution is None else self.convolution(xbc)
-        return self._mix(z, xbc, dt, None)[0], ()
+        output, solves, _ = self.decode(u, None)
+        return output, solves
 
     def decode(self, u: Tensor, state: Carried | None) -> tuple[Tensor, tuple[SolveResult, ...], Carried]:
         """As `forward`, from the convolution's inputs and H before u to those after it."""
         z, xbc, dt = self.in_projection(u).split(self.in_sizes, dim=-1)
-        inputs = None
-        if self.convolution is None:
-            xbc = functional.silu(xbc)
-        else:
-            xbc, inputs = self.convolution.decode(xbc, None if state is None else state.inputs)
-        output, H = self._mix(z, xbc, dt, None if state is None else state.H)
-        return output, (), Carried(inputs, H)
-
-    def _mix(self, z: Tensor, xbc: Tensor, dt: Tensor, H: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the output and the last H; xbc has been through the convolution."""
+        xbc, inputs = activate(self.convolution, xbc, None if state is None else state.inputs)
         x, b, c = xbc.split(self.conv_sizes, dim=-1)
         y, H = ssd(
             x.unflatten(-1, (self.heads, -1)),
@@ -105,9 +95,9 @@ class Mamba2Layer(SequenceLayer):
             b.unflatten(-1, (self.groups, -1)),
             c.unflatten(-1, (self.groups, -1)),
             self.D,
-            H,
+            None if state is None else state.H,
         )
-        return self.out_projection(self.norm(y.flatten(-2), z)), H
+        return self.out_projection(self.norm(y.flatten(-2), z)), (), Carried(inputs, H)
 
 
 def mamba2(

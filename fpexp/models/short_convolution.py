@@ -7,6 +7,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
+def activate(convolution: ShortConvolution | None, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return `convolution.decode(x, before)`; silu(x) and no inputs without a convolution."""
+    return (functional.silu(x), None) if convolution is None else convolution.decode(x, before)
+
+
 class ShortConvolution(nn.Conv1d):
     """silu(conv(x)) over the last `kernel` tokens, each channel by itself; (B, T, d) -> (B, T, d), any T >= 1."""
 

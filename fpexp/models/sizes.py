@@ -21,13 +21,14 @@ def count_heads(head_size: int, width: int) -> int:
     return width // head_size
 
 
-def check_divides(key: str, value: int, what: str, total: int) -> None:
-    """Raise a `UserError` that names the divisors of `total` on both sides of `value`."""
+def check_divides(key: str, value: int, what: str, total: int, otherwise: str = "") -> None:
+    """Raise a `UserError` that names the divisors of `total` on both sides of `value`, or `otherwise` what helps."""
     if total % value:
         small = [n for n in range(1, math.isqrt(total) + 1) if total % n == 0]
         divisors = {*small, *(total // n for n in small)}
         nearest = [max(n for n in divisors if n < value), *sorted(n for n in divisors if n > value)[:1]]
-        raise UserError(f"{key}={value} does not divide {what} = {total}; use {' or '.join(map(str, nearest))}")
+        allowed = " or ".join(map(str, nearest))
+        raise UserError(f"{key}={value} does not divide {what} = {total}; use {allowed}{otherwise}")
 
 
 def check_ascends(key: str, range_: tuple[float, float]) -> None:

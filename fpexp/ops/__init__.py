@@ -1,4 +1,4 @@
-"""Scans, sweeps and what else has kernels, one folder each, and what their kernels share (`mixers`, `simd`)."""
+"""Scans, sweeps and what else has kernels, a folder each, and what the kernels share (`mixers`, `simd`, `sweep`)."""
 
 from __future__ import annotations
 

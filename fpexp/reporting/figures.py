@@ -12,7 +12,8 @@ from fpexp.reporting.store import Curve
 def draw_curves(curves: Sequence[Curve], path: Path) -> None:
     """Draw token accuracy (solid) and last-token accuracy (dashed) against length, one colour a model; PNG at `path`.
 
-    The longest training length and chance (grey) are marked.
+    Where a model has written answers by itself, the share that is right as a whole is dotted. The longest training
+    length and chance (grey) are marked.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -32,7 +33,10 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
         axes.annotate(
             "longest in training", (length, 0.02), fontsize=7, color="0.4", rotation=90, va="bottom", ha="right"
         )
-    axes.set(xlabel="length", ylabel="accuracy: every token (solid), last token (dashed)", ylim=(0, 1.02))
+    label = "accuracy: every token (solid), last token (dashed)"
+    if any("generated_sequence_accuracy" in row for curve in curves for row in curve.rows):
+        label += ",\nwhole answers as written (dotted)"
+    axes.set(xlabel="length", ylabel=label, ylim=(0, 1.02))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.25)
@@ -45,6 +49,10 @@ def _draw_curve(axes: Any, curve: Curve, colour: str, label: str | None) -> None
     lengths = [row["length"] for row in curve.rows]
     axes.plot(lengths, [row["token_accuracy"] for row in curve.rows], marker="o", ms=3.5, color=colour, label=label)
     axes.plot(lengths, [row["last_token_accuracy"] for row in curve.rows], ls="--", lw=1, color=colour, alpha=0.6)
+    written = [row for row in curve.rows if "generated_sequence_accuracy" in row]
+    if written:
+        accuracies = [row["generated_sequence_accuracy"] for row in written]
+        axes.plot([row["length"] for row in written], accuracies, ls=":", lw=1.5, color=colour)
 
 
 def _name(curve: Curve) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,8 +15,8 @@ from fpexp.ranges import Count, Fraction
 
 @dataclass(frozen=True)
 class LengthPolicy:
-    """`fixed`: always `max`. `uniform`: one length a batch from [min, max]. `grow`: from `min` to `max` by one
-    whenever a training batch reaches the accuracy `mastery`, of the kind that the task says.
+    """`fixed`: always `max`. `uniform`: one length a batch from [min, max]. `grow`: from `min` to `max`, one length
+    after another, whenever a training batch reaches the accuracy `mastery`, of the kind that the task says.
 
     Of a batch with examples of several lengths, these are the longest's; the others are no shorter than `min`.
     """
@@ -30,17 +32,23 @@ class LengthPolicy:
 
 
 class Lengths:
-    """The state of a length policy: the current length, and how many sequences of each length were drawn."""
+    """The state of a length policy: the current length, and how many sequences of each length were drawn.
 
-    def __init__(self, policy: LengthPolicy) -> None:
+    Lengths that are not `possible` are passed over; ValueError where none between min and max is.
+    """
+
+    def __init__(self, policy: LengthPolicy, possible: Callable[[int], bool] = lambda length: True) -> None:
         self.policy = policy
-        self.current = policy.min if policy.policy == "grow" else policy.max
+        self.choices = [length for length in range(policy.min, policy.max + 1) if possible(length)]
+        if not self.choices:
+            raise ValueError(f"no length from {policy.min} to {policy.max} is possible")
+        self.current = self.choices[0] if policy.policy == "grow" else self.choices[-1]
         self.drawn: dict[int, int] = {}
 
     def next(self, generator: torch.Generator) -> int:
         """Return the length of the next batch."""
         if self.policy.policy == "uniform":
-            self.current = int(torch.randint(self.policy.min, self.policy.max + 1, (), generator=generator))
+            self.current = self.choices[int(torch.randint(len(self.choices), (), generator=generator))]
         return self.current
 
     def count(self, length: int, examples: int) -> None:
@@ -50,8 +58,8 @@ class Lengths:
     def observe(self, accuracy: float) -> None:
         """Take note of how a training batch of the current length went."""
         mastered = accuracy >= self.policy.mastery
-        if self.policy.policy == "grow" and mastered and self.current < self.policy.max:
-            self.current += 1
+        if self.policy.policy == "grow" and mastered and self.current < self.choices[-1]:
+            self.current = self.choices[bisect.bisect_right(self.choices, self.current)]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON-able values."""

@@ -57,6 +57,8 @@ class Task(Protocol):
 
     vocabulary_size: int
     lengths: LengthPolicy
+    length_key: str
+    """The setting that says how long training sequences may be."""
     chance: float
     """Accuracy of a uniform guess at one scored position."""
     decoding: str
@@ -92,6 +94,15 @@ class Mixed(Protocol):
 
     def sample_mixed(self, size: int, longest: int, generator: torch.Generator) -> tuple[Batch, Tensor]:
         """Draw `size` sequences of examples no longer than `longest`; also return the examples' lengths (E,)."""
+        ...
+
+
+@runtime_checkable
+class Gapped(Protocol):
+    """A task without examples of some lengths."""
+
+    def has_length(self, length: int) -> bool:
+        """Tell whether there are examples of a length."""
         ...
 
 
@@ -176,4 +187,13 @@ class Answered(Protocol):
 
     def sample_prompts(self, size: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw prompts (size, P) of examples of `length` and their answers (size, A), which end in the stop token."""
+        ...
+
+
+@runtime_checkable
+class KnownAnswer(Protocol):
+    """A generating task that can say what is right after a prompt."""
+
+    def answer(self, prompt: Tensor) -> Tensor:
+        """Return the tokens (A,), A >= 1, that are right after a prompt (T,)."""
         ...

@@ -19,6 +19,7 @@ from fpexp.errors import UserError
 from fpexp.ranges import Count, CountOrZero
 from fpexp.tasks.groups import parse_group
 from fpexp.tasks.lengths import LengthPolicy
+from fpexp.tasks.overlap import expected_overlap
 from fpexp.tasks.task import IGNORE, Batch
 
 
@@ -27,6 +28,7 @@ class WordProblem:
 
     decoding = "tagging"
     prefixes_are_samples = True
+    length_key = "task.lengths.max"
     mastered_by = "last_token_accuracy"
 
     def __init__(
@@ -86,7 +88,4 @@ class WordProblem:
 
     def expected_overlap(self, length: int, drawn: int) -> float:
         """1 - (1 - 1/|G|^length)^drawn: the chance that a fresh sequence was drawn in training."""
-        log_space = length * math.log(self.group.order)
-        if log_space > 700:
-            return 0.0
-        return -math.expm1(drawn * math.log1p(-math.exp(-log_space))) if drawn else 0.0
+        return expected_overlap(length * math.log(self.group.order), drawn)

@@ -7,10 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fpexp.run_folder import Row
 from fpexp.tracking.tracker import RunStart
+
+GENERATED = ("generated_token_accuracy", "generated_sequence_accuracy")
+"""Of answers that the model has written by itself."""
 
 REFRESH = 4  # redraws a second: enough for the eye, next to nothing for two cores that train
 
@@ -38,10 +42,32 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def print_curve(rows: Sequence[Row]) -> None:
-    """Print the length curve as a table, with the columns on iterations only where a row has them."""
-    iterations = any("iterations_mean" in row for row in rows)
-    columns = ["length", "token", "last token", "sequence", *(["iterations", "max"] if iterations else []), "n", ""]
-    print_table("accuracy by length", columns, [_curve_cells(row, iterations) for row in rows])
+    """Print the length curve as a table, with what only some rows have in columns where it is."""
+    columns = [column for column in _CURVE_COLUMNS if column.always or any(column.key in row for row in rows)]
+    cells = [[*(_number(row.get(c.key), c.spec) for c in columns), "".join(_trained(row))] for row in rows]
+    print_table("accuracy by length", [*(column.title for column in columns), ""], cells)
+
+
+@dataclass(frozen=True)
+class _Column:
+    key: str
+    title: str
+    spec: str
+    always: bool = False
+
+
+_CURVE_COLUMNS = (
+    _Column("length", "length", "d", always=True),
+    _Column("token_accuracy", "token", ".3f", always=True),
+    _Column("last_token_accuracy", "last token", ".3f", always=True),
+    _Column("sequence_accuracy", "sequence", ".3f", always=True),
+    *(_Column(name, name.removesuffix("_accuracy").replace("_", " "), ".3f") for name in GENERATED),
+    _Column("perplexity", "perplexity", ".4g"),
+    _Column("byte_perplexity", "of a byte", ".4g"),
+    _Column("iterations_mean", "iterations", ".1f"),
+    _Column("iterations_max", "max", ".0f"),
+    _Column("n", "n", "d", always=True),
+)
 
 
 class ConsoleTracker:
@@ -242,6 +268,7 @@ def _validation_text(row: Row) -> str:
             f"loss {_number(row.get('loss'), '.3g')}",
             f"token accuracy {_number(row.get('token_accuracy'), '.3f')}",
             f"sequence {_number(row.get('sequence_accuracy'), '.3f')} (length {row['length']})",
+            *_perplexity(row),
         ]
     )
 
@@ -252,23 +279,25 @@ def _curve_text(row: Row) -> str:
         f"token accuracy {_number(row['token_accuracy'], '.3f')}",
         f"last token {_number(row['last_token_accuracy'], '.3f')}",
         f"sequence {_number(row['sequence_accuracy'], '.3f')}",
+        *_perplexity(row),
     ]
+    if GENERATED[0] in row:
+        token, sequence = (_number(row.get(name), ".3f") for name in GENERATED)
+        parts.append(f"generated token {token} sequence {sequence}")
     if "iterations_mean" in row:
         most = _number(row.get("iterations_max"), ".0f")
         parts.append(f"iterations {_number(row['iterations_mean'], '.1f')} (max {most})")
     return "  ".join([*parts, f"n {row['n']}", *_trained(row)])
 
 
-def _curve_cells(row: Row, iterations: bool) -> list[str]:
-    names = ("token_accuracy", "last_token_accuracy", "sequence_accuracy")
-    cells = [str(row["length"]), *(_number(row[name], ".3f") for name in names)]
-    if iterations:
-        cells += [_number(row.get("iterations_mean"), ".1f"), _number(row.get("iterations_max"), ".0f")]
-    return [*cells, str(row["n"]), "".join(_trained(row))]
-
-
 def _trained(row: Row) -> list[str]:
     return ["trained"] if row.get("seen_in_training") else []
+
+
+def _perplexity(row: Row) -> list[str]:
+    if "perplexity" not in row:
+        return []
+    return [f"perplexity {_number(row['perplexity'], '.4g')} (byte {_number(row['byte_perplexity'], '.4g')})"]
 
 
 def _number(value: Any, spec: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fpexp.randomness import generator
-from fpexp.tasks import Batch, Mixed, Stream, Streamed, Task
+from fpexp.tasks import Batch, Gapped, Mixed, Stream, Streamed, Task
 from fpexp.tasks.lengths import Lengths
 
 
@@ -17,7 +17,7 @@ class Batches:
 
     def __init__(self, task: Task, size: int, seed: int) -> None:
         self.task, self.size, self.seed = task, size, seed
-        self.lengths = Lengths(task.lengths)
+        self.lengths = Lengths(task.lengths, task.has_length) if isinstance(task, Gapped) else Lengths(task.lengths)
         self.stream: Stream | None = task.open_stream(seed) if isinstance(task, Streamed) else None
 
     def next(self, step: int) -> tuple[Batch, int]:

@@ -125,7 +125,7 @@ class Trainer:
     def _train_one_step(self) -> None:
         began = time.monotonic()
         step = self.progress.step
-        batch, length = self.batches.next(step)
+        batch, length = self._next_batch()
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -146,6 +146,16 @@ class Trainer:
         if self.progress.step % self.config.log_every == 0 or step == 0 or self._done():
             self._log("train", {"length": length, **summary, **statistics.summary(), "lr": lr, "grad_norm": norm})
         self.tracker.progress(self.progress.step)
+
+    def _next_batch(self) -> tuple[Batch, int]:
+        before = None if self.world.is_alone else self.batches.state_dict()
+        try:
+            return self.world.together(lambda: self.batches.next(self.progress.step))
+        except FpexpError:
+            if before is not None:
+                self.batches.load_state_dict(before)  # it may be another process that has not got it
+            self.save()  # where data cannot be had now, a resumed run goes on
+            raise
 
     def _accumulate(self, batch: Batch) -> tuple[Accuracy, LayerStatistics]:
         """Leave in .grad the gradient of the mean loss over all scored positions, however the batch is split.

@@ -17,10 +17,11 @@ import torch
 from runs import CommandLine
 
 import fpexp.commands.bench as command
-from fpexp.bench import BENCHMARKS, load, second_start, subjects, training_step
+from fpexp.bench import BENCHMARKS, load, sampling, second_start, subjects, training_step
 from fpexp.bench.measure import Check, Contender
 from fpexp.errors import FpexpError
 from fpexp.machine import set_threads
+from fpexp.tasks import IGNORE
 
 QUICK = ["threads=1", "repeats=2", "warmup=0"]
 
@@ -83,6 +84,32 @@ def test_a_training_step_leaves_the_weights() -> None:
     after = list(experiment.model.parameters())
     assert all(bool((a == b).all()) for a, b in zip(after, before, strict=True))
     assert all(parameter.grad is not None for parameter in after)
+
+
+def test_sampling(cli: CommandLine) -> None:
+    found = rows(cli, "sampling", "model=lstm", "batch_size=3")
+    assert {name for _, name in found} == {"training step", "drawing"}
+    assert {group.partition(", batch")[0] for group, _ in found} == {
+        "a5", "copy, one example a row", "copy, packed", "modular_arithmetic"
+    }  # fmt: skip
+    for (group, name), row in found.items():
+        assert group.endswith("lstm")
+        if name == "drawing":
+            assert [check["value"] for check in row["checks"]] == [0]
+            assert row["baseline"] == "training step"
+            assert row["target"] == {"number": "ratio", "at_most": 0.05, "at_least": None}
+            assert row["numbers"]["samples_per_second"] > 0
+
+
+@pytest.mark.parametrize("name", sampling.SUBJECTS)
+def test_a_wrong_target_of_a_batch_is_found(name: str) -> None:
+    task, words = sampling.SUBJECTS[name]
+    experiment = subjects.fresh("lstm", *words, task=task)
+    batch = sampling.drawing(experiment, 4)()
+    assert sampling.wrong_rows(experiment.task, batch).passed
+    last = int((batch.targets[1] != IGNORE).nonzero()[-1])
+    batch.targets[1, last] = (batch.targets[1, last] + 1) % 5
+    assert sampling.wrong_rows(experiment.task, batch).value == 1
 
 
 def test_sequential_solve_of_a_fresh_model(cli: CommandLine) -> None:

@@ -86,3 +86,28 @@ def test_a_task_that_writes_shows_prompt_and_continuation(
     for _ in range(5):
         tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
     assert answer.out.splitlines()[0] == " ".join(map(str, tokens[:2])) + " " + " ".join(map(str, tokens[2:]))
+
+
+def test_a_copy_stands_above_the_right_one(cli: CommandLine) -> None:
+    run = start_run(tiny(Path("results"), task="copy", model="lstm"), Recorder())
+    answer = cli("generate", f"run={run.id}", "prompt=$abcde|")
+    assert answer.code == 0, answer.err
+    rows = dict(line.split(None, 1) for line in answer.out.splitlines())
+    assert (rows["prompt"], rows["target"]) == ("$abcde|", "abcde.")
+    assert 1 <= len(rows["model"]) <= 6
+    right = sum(a == b for a, b in zip(rows["model"], rows["target"], strict=False))
+    assert rows["right"] == f"{right} of 6"
+    refused = cli("generate", f"run={run.id}", "prompt=$ab1|")
+    assert (refused.code, len(refused.err.splitlines())) == (2, 1)
+    assert "has '1'" in refused.err
+
+
+def test_the_value_of_an_expression_stands_below_the_models(cli: CommandLine) -> None:
+    run = start_run(tiny(Path("results"), task="modular_arithmetic", model="lstm"), Recorder())
+    answer = cli("generate", f"run={run.id}", "prompt=(1+2)*3=")
+    assert answer.code == 0, answer.err
+    rows = dict(line.split(None, 1) for line in answer.out.splitlines())
+    assert (rows["prompt"], rows["target"]) == ("(1+2)*3=", "4")
+    assert rows["right"] == f"{int(rows['model'] == '4')} of 1"
+    refused = cli("generate", f"run={run.id}", "prompt=(1+2")
+    assert (refused.code, len(refused.err.splitlines())) == (2, 1)

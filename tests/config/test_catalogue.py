@@ -32,7 +32,10 @@ def test_every_choice_says_what_it_is(group: str) -> None:
 
 def test_unknown_choice_is_refused_with_the_alternatives() -> None:
     check_choice("task", "a5")
-    with pytest.raises(UserError, match=r"unknown task 'grup'; did you mean 'group'\? \(a4, a5, group, s5\)"):
+    with pytest.raises(
+        UserError,
+        match=r"unknown task 'grup'; did you mean 'group'\? \(a4, a5, copy, fineweb, group, modular_arithmetic, s5\)",
+    ):
         check_choice("task", "grup")
 
 

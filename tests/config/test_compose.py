@@ -145,6 +145,17 @@ def composed(*words: str) -> dict[str, Any]:
         ([], "choices.schedule", "converge"),
         ([], "solver.tolerance", 0.1),
         ([], "solver.picard.outlier_quantile", 0.25),
+        (["model=fp_rnn_k"], "solver.picard.outlier_quantile", 0.1),
+        (["model=fp_mamba2_k"], "solver.picard.outlier_quantile", 0.1),
+        (["model=lstm", "solver=picard"], "solver.outlier_quantile", 0.25),
+        (["solver=anderson"], "solver.outlier_quantile", 0.25),
+        *(
+            (["model=fp_rnn_h", f"solver={s}"], "solver.outlier_quantile", 0.1)
+            for s in ("picard", "anderson", "lagged")
+        ),
+        (["solver=picard", "model=fp_mamba2_h"], "solver.outlier_quantile", 0.1),
+        (["model=fp_rnn_h", "solver=picard", "solver.outlier_quantile=0.3"], "solver.outlier_quantile", 0.3),
+        (["solver.outlier_quantile=0.25", "model=fp_rnn_h", "solver=picard"], "solver.outlier_quantile", 0.25),
         ([], "solver.inner_max_iterations", 100),
         ([], "schedule.max_iterations", 100),
         ([], "schedule.evaluation_max_iterations", 1000),
@@ -183,6 +194,169 @@ def composed(*words: str) -> dict[str, Any]:
 )
 def test_defaults_are_those_of_the_specification(words: list[str], path: str, expected: Any) -> None:
     value: Any = composed("task=a5", "model=fp_mamba_h", *words)
+    for name in path.split("."):
+        value = value[name]
+    assert value == expected
+
+
+def test_the_model_s_outliers_are_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a sweep too, whose jobs Hydra composes; and they are no key of a run."""
+    monkeypatch.chdir(tmp_path)
+    cli = CommandLine(capsys, tmp_path)
+    words = ["task=a4", "model=fp_rnn_h", *TINY, "training.steps=1"]
+    assert cli("train", *words, "solver=picard").code == 0
+    assert cli("train", "-m", *words, "solver=anderson,lagged").code == 0
+    saved = [yaml.safe_load((run.path / "config.yaml").read_text()) for run in cli.runs()]
+    assert len(saved) == 3
+    assert all(tree["solver"]["outlier_quantile"] == 0.1 and "of_model" not in tree for tree in saved)
+
+
+def test_what_the_model_decides_is_overridden_where_it_is_used() -> None:
+    with pytest.raises(UserError, match=r"'of_model\.outlier_quantile' is .* set solver\.outlier_quantile instead"):
+        compose([*BASE, "of_model.outlier_quantile=0.2"])
+
+
+@pytest.mark.parametrize(
+    ("task", "scale", "model", "conv_width", "state_size"),
+    [
+        ("a5", "paper", "fp_mamba_h", 0, 16),
+        ("modular_arithmetic", "paper", "fp_mamba_h", 0, 16),
+        ("copy", "cpu", "fp_mamba_k", 4, 16),
+        ("copy", "paper", "fp_mamba_h", 4, 32),
+        ("copy", "paper", "mamba", 4, 32),
+        ("copy", "paper", "fp_mamba2_h", 4, 128),
+        ("copy", "paper", "lstm", None, None),
+        ("fineweb", "cpu", "fp_mamba2_h", 4, 128),
+        ("fineweb", "paper", "fp_mamba_h", 4, 16),
+    ],
+)
+def test_a_protocol_has_convolution_and_state_for_models_that_have_them(
+    task: str, scale: str, model: str, conv_width: int | None, state_size: int | None
+) -> None:
+    config = compose([f"task={task}", f"model={model}", f"scale={scale}"])
+    assert config.model.settings.get("conv_width") == conv_width
+    assert config.model.settings.get("state_size") == state_size
+    assert "of_task" not in config.to_dict()
+    with pytest.raises(UserError, match=r"'of_task\.fp\.conv_width' is .* set model\.conv_width instead"):
+        compose([*BASE, "of_task.fp.conv_width=2"])
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "expected"),
+    [
+        (["task=copy"], "model.d_model", 1024),
+        (["task=copy"], "task.alphabet", 26),
+        (["task=copy"], "task.context", 256),
+        (["task=copy"], "task.packing", True),
+        (["task=copy"], "task.lengths", {"policy": "fixed", "min": 5, "max": 50, "mastery": 0.9}),
+        (["task=copy"], "training.steps", 10_000),
+        (["task=copy"], "training.batch_size", 128),
+        (["task=copy"], "training.lr", 1e-5),
+        (["task=copy"], "training.weight_decay", 0.1),
+        (["task=copy"], "training.clip", 1.0),
+        (["task=copy"], "training.lr_schedule", "linear"),
+        (["task=copy"], "training.warmup_steps", 300),
+        (["task=copy"], "training.betas", [0.9, 0.999]),
+        (["task=modular_arithmetic"], "model.d_model", 128),
+        (["task=modular_arithmetic"], "task.modulus", 5),
+        (["task=modular_arithmetic"], "task.context", 256),
+        (["task=modular_arithmetic"], "task.lengths.min", 3),
+        (["task=modular_arithmetic"], "task.lengths.max", 40),
+        (["task=modular_arithmetic"], "training.steps", 100_000),
+        (["task=modular_arithmetic"], "training.batch_size", 256),
+        (["task=modular_arithmetic"], "training.lr", 1e-3),
+        (["task=modular_arithmetic"], "training.weight_decay", 0.1),
+        (["task=modular_arithmetic"], "training.clip", None),
+        (["task=modular_arithmetic"], "training.lr_schedule", "cosine"),
+        (["task=modular_arithmetic"], "training.final_lr_fraction", 1e-3),
+        (["task=modular_arithmetic"], "training.warmup_steps", 10_000),
+        (["task=fineweb"], "model.d_model", 768),
+        (["task=fineweb"], "model.layers", 12),
+        (["task=fineweb", "model=transformer"], "model.layers", 12),
+        (["task=modular_arithmetic"], "model.layers", 2),
+        (["task=copy"], "model.layers", 1),
+        (["task=copy", "model=mamba"], "model.layers", 2),
+        (["task=fineweb"], "model.expand", 8 / 3),
+        (["task=fineweb"], "model.gate", "inside"),
+        (["task=fineweb", "model=mamba"], "model.expand", 2),
+        (["task=fineweb"], "task.tokenizer", "gpt2"),
+        (["task=fineweb"], "task.context", 2048),
+        (["task=fineweb"], "task.validation_tokens", 200_000),
+        (["task=fineweb"], "training.steps", 4800),
+        (["task=fineweb"], "training.batch_size", 256),
+        (["task=fineweb"], "training.lr", 4e-3),
+        (["task=fineweb"], "training.weight_decay", 0.1),
+        (["task=fineweb"], "training.clip", 1.0),
+        (["task=fineweb"], "training.lr_schedule", "cosine"),
+        (["task=fineweb"], "training.warmup_steps", 480),
+        (["task=fineweb"], "training.betas", [0.9, 0.95]),
+    ],
+)
+def test_protocols_at_paper_scale_are_the_papers(words: list[str], path: str, expected: Any) -> None:
+    value: Any = composed("model=fp_mamba_h", "scale=paper", *words)
+    for name in path.split("."):
+        value = value[name]
+    assert value == expected
+
+
+@pytest.mark.parametrize(
+    ("task", "scale", "model", "conv_width", "state_size"),
+    [
+        ("a5", "paper", "fp_mamba_h", 0, 16),
+        ("modular_arithmetic", "paper", "fp_mamba_h", 0, 16),
+        ("copy", "cpu", "fp_mamba_k", 4, 16),
+        ("copy", "paper", "fp_mamba_h", 4, 32),
+        ("copy", "paper", "mamba", 4, 32),
+        ("copy", "paper", "fp_mamba2_h", 4, 128),
+        ("copy", "paper", "lstm", None, None),
+        ("fineweb", "cpu", "fp_mamba2_h", 4, 128),
+        ("fineweb", "paper", "fp_mamba_h", 4, 16),
+    ],
+)
+def test_a_protocol_has_convolution_and_state_for_models_that_have_them(
+    task: str, scale: str, model: str, conv_width: int | None, state_size: int | None
+) -> None:
+    config = compose([f"task={task}", f"model={model}", f"scale={scale}"])
+    assert config.model.settings.get("conv_width") == conv_width
+    assert config.model.settings.get("state_size") == state_size
+    assert "of_task" not in config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "expected"),
+    [
+        (["task=copy"], "model.d_model", 1024),
+        (["task=copy"], "task.alphabet", 26),
+        (["task=copy"], "task.context", 256),
+        (["task=copy"], "task.packing", True),
+        (["task=copy"], "task.lengths", {"policy": "fixed", "min": 5, "max": 50, "mastery": 0.9}),
+        (["task=copy"], "training.steps", 10_000),
+        (["task=copy"], "training.batch_size", 128),
+        (["task=copy"], "training.lr", 1e-5),
+        (["task=copy"], "training.weight_decay", 0.1),
+        (["task=copy"], "training.clip", 1.0),
+        (["task=copy"], "training.lr_schedule", "linear"),
+        (["task=copy"], "training.warmup_steps", 300),
+        (["task=copy"], "training.betas", [0.9, 0.999]),
+        (["task=modular_arithmetic"], "model.d_model", 128),
+        (["task=modular_arithmetic"], "task.modulus", 5),
+        (["task=modular_arithmetic"], "task.context", 256),
+        (["task=modular_arithmetic"], "task.lengths.min", 3),
+        (["task=modular_arithmetic"], "task.lengths.max", 40),
+        (["task=modular_arithmetic"], "training.steps", 100_000),
+        (["task=modular_arithmetic"], "training.batch_size", 256),
+        (["task=modular_arithmetic"], "training.lr", 1e-3),
+        (["task=modular_arithmetic"], "training.weight_decay", 0.1),
+        (["task=modular_arithmetic"], "training.clip", None),
+        (["task=modular_arithmetic"], "training.lr_schedule", "cosine"),
+        (["task=modular_arithmetic"], "training.final_lr_fraction", 1e-3),
+        (["task=modular_arithmetic"], "training.warmup_steps", 10_000),
+    ],
+)
+def test_protocols_at_paper_scale_are_the_papers(words: list[str], path: str, expected: Any) -> None:
+    value: Any = composed(*words, "model=fp_mamba_h", "scale=paper")
     for name in path.split("."):
         value = value[name]
     assert value == expected
@@ -280,7 +454,9 @@ def test_a_mistake_is_a_user_error_with_the_key(words: list[str], parts: list[st
 
 
 def test_missing_groups_are_asked_for() -> None:
-    with pytest.raises(UserError, match=r"which task\? write task=<name> \(a4, a5, group, s5\)"):
+    with pytest.raises(
+        UserError, match=r"which task\? write task=<name> \(a4, a5, copy, fineweb, group, modular_arithmetic, s5\)"
+    ):
         compose(["model=lstm"])
     with pytest.raises(UserError, match=r"which model\? write model=<name>"):
         compose(["task=a4"])

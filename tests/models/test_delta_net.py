@@ -285,8 +285,8 @@ def test_a_head_size_of_its_own(size: int) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.heads=3"], "model.heads=3 does not divide model.d_model=8; take a divisor of it, or set model.head"),
-        (["model.heads=16"], "model.heads=16 does not divide model.d_model=8"),
+        (["model.heads=3"], "model.heads=3 does not divide model.d_model = 8; use 2 or 4, or set model.head_size"),
+        (["model.heads=16"], "model.heads=16 does not divide model.d_model = 8; use 8, or set model.head_size"),
         (["model.expand_v=1.3"], "model.expand_v=1.3 times model.head_size=4 is no whole .* model.expand_v=1.25 would"),
         (["model.expand_v=0.1"], "model.expand_v=0.1 times model.head_size=4 .* model.expand_v=0.25 would be"),
         (["model.delta_range=[0.1,0.01]"], "must ascend"),

@@ -17,7 +17,7 @@ from fpexp.channel_mixers import ChannelMixer, Householder
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, Implicit, OneStep, Picard, Sequential, Solver, Status, Unrolled
 from fpexp.models.fp_mamba2 import FPMamba2Layer
-from fpexp.models.fp_mamba_layer import Dependence, FPLayer
+from fpexp.models.fp_mamba_layer import Dependence, FPScanLayer
 from fpexp.models.fp_mamba_problem import FPMambaProblem
 from fpexp.ops.selective_scan import selective_scan
 from fpexp.ops.ssd import ssd
@@ -226,7 +226,7 @@ def test_the_gradient_with_kernels_is_that_without(
         assert one.abs().max() > 0, name
 
 
-def gradients(layer: FPLayer, u: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+def gradients(layer: FPScanLayer, u: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
     output, _ = layer(u, CAP, None)
     return torch.autograd.grad((output * weights).sum(), list(layer.parameters()))
 

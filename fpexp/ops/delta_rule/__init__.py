@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fpexp.ops import backend as backends
+from fpexp.ops.shapes import check_shapes
 
 
 def delta_rule(
@@ -38,7 +39,6 @@ def delta_rule(
 def _check_shapes(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor | None
 ) -> None:
-    """A size of 1 would be expanded where it is a mistake."""
     if k.dim() != 5 or v.dim() != 5:
         raise ValueError(
             f"delta_rule: k (B, T, n, heads, K) and v (B, T, n, heads, V), not {tuple(k.shape)} and {tuple(v.shape)}"
@@ -53,6 +53,4 @@ def _check_shapes(
         "log_decay": (log_decay, (batch, length, heads)),
         "state": (state, (batch, heads, key, value)),
     }
-    for name, (tensor, expected) in shapes.items():
-        if tensor is not None and tensor.shape != expected:
-            raise ValueError(f"delta_rule: {name} is {tuple(tensor.shape)}, not {expected}")
+    check_shapes("delta_rule", shapes)

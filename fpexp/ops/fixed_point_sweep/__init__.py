@@ -11,20 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fpexp.ops.backend import choose, say_once
-from fpexp.ops.mixers import Columns, KnownTokens, MixerForm
-
-
-@dataclass(frozen=True)
-class SweepSettings:
-    """When a token is solved, and how its iteration is damped; the settings of `Sequential`."""
-
-    tolerance: float
-    relative: bool
-    inner_max_iterations: int
-    damping: float
-    damping_decay: float
-    patience: int
-    divergence_limit: float
+from fpexp.ops.mixers import Columns, MixerForm
+from fpexp.ops.sweep import SweepResult, SweepSettings
 
 
 @dataclass(frozen=True)
@@ -49,18 +37,6 @@ class SweepTerms:
     H: Tensor
     mask: Tensor | None
     keep: bool = False
-
-
-@dataclass(frozen=True)
-class SweepResult:
-    """y* (B, T, d); of each token (B, T) its iterations, residual and status code; the last H (B, d, N)."""
-
-    value: Tensor
-    iterations: Tensor
-    residual: Tensor
-    status: Tensor
-    H: Tensor
-    known: KnownTokens | None = None
 
 
 def sweep(terms: SweepTerms, form: MixerForm | None, settings: SweepSettings) -> SweepResult | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fpexp.ops import backend as backends
+from fpexp.ops.shapes import check_shapes
 
 
 def selective_scan(
@@ -31,7 +32,6 @@ def selective_scan(
 
 
 def _check_shapes(x: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, state: Tensor | None) -> None:
-    """A kernel would read past the end of a tensor that is too small."""
     if x.dim() != 3 or A.dim() != 2:
         raise ValueError(f"selective_scan: x (B, T, d) and A (d, N), not {tuple(x.shape)} and {tuple(A.shape)}")
     (batch, length, d), size = x.shape, A.shape[1]
@@ -43,6 +43,4 @@ def _check_shapes(x: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tensor, D: 
         "D": (D, (d,)),
         "state": (state, (batch, d, size)),
     }
-    for name, (tensor, expected) in shapes.items():
-        if tensor is not None and tensor.shape != expected:
-            raise ValueError(f"selective_scan: {name} is {tuple(tensor.shape)}, not {expected}")
+    check_shapes("selective_scan", shapes)

@@ -318,6 +318,14 @@ def aligned(count: int, like: Any) -> Any:
 
 
 @njit(error_model="numpy")
+def cleared(size: int, like: Any) -> Any:
+    """An array of zeros that begins at a cache line."""
+    array = aligned(size, like)
+    array[:] = 0
+    return array
+
+
+@njit(error_model="numpy")
 def copy(source: Any, at: int, target: Any, to: int, count: int) -> None:
     """target[to : to + count] = source[at : at + count]; numba's own slices check for what cannot be."""
     whole_registers = count - count % LANES

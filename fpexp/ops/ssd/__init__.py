@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fpexp.ops import backend as backends
+from fpexp.ops.shapes import check_shapes
 
 
 def ssd(
@@ -33,7 +34,6 @@ def ssd(
 
 
 def _check_shapes(x: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, state: Tensor | None) -> None:
-    """Broadcasting would make something of shapes that do not fit."""
     if x.dim() != 4 or b.dim() != 4 or x.shape[1] == 0:
         raise ValueError(
             f"ssd: x (B, T, heads, P) and b (B, T, groups, N) with T >= 1, not {tuple(x.shape)} and {tuple(b.shape)}"
@@ -49,6 +49,4 @@ def _check_shapes(x: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tensor, D: 
         "D": (D, (heads,)),
         "state": (state, (batch, heads, head_size, size)),
     }
-    for name, (tensor, expected) in shapes.items():
-        if tensor is not None and tensor.shape != expected:
-            raise ValueError(f"ssd: {name} is {tuple(tensor.shape)}, not {expected}")
+    check_shapes("ssd", shapes)

@@ -15,21 +15,18 @@ from torch.nn import functional
 
 from fpexp.ops.kernel import Kernel, compute_type, flat
 from fpexp.ops.mixers import Columns, KnownTokens, MixedTokens, MixerForm
+from fpexp.ops.mixers.adjoints.cpu import apply_back, l2normalise_back, room_to_go_back, silu_back
 from fpexp.ops.mixers.cpu import (
     Mixer,
     apply,
-    apply_back,
     eigenvector_room,
     factor_room,
     keep_eigenvectors,
     l2normalise,
-    l2normalise_back,
     make_factors,
     place,
     recall_eigenvectors,
-    room_to_go_back,
     run_table,
-    silu_back,
     take,
     triangle_room,
 )

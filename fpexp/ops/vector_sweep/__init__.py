@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from fpexp.ops.backend import choose, say_once
-from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings
 from fpexp.ops.mixers import Columns, MixerForm
+from fpexp.ops.sweep import SweepResult, SweepSettings
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from fpexp.ops.fixed_point_sweep import SweepResult, SweepSettings
-from fpexp.ops.fixed_point_sweep.cpu import ROWS, Rules, cleared, iterate_token, panels, times_panels
 from fpexp.ops.kernel import Kernel, compute_type, flat
 from fpexp.ops.mixers import KnownTokens, MixedTokens, MixerForm
 from fpexp.ops.mixers.cpu import (
@@ -30,7 +28,9 @@ from fpexp.ops.mixers.cpu import (
     take,
     triangle_room,
 )
-from fpexp.ops.simd.cpu import LANES, accumulate, aligned, copy, load, sigmoid, softplus, store, zeros
+from fpexp.ops.simd.cpu import LANES, accumulate, aligned, cleared, copy, load, sigmoid, softplus, store, zeros
+from fpexp.ops.sweep import SweepResult, SweepSettings
+from fpexp.ops.sweep.cpu import ROWS, Rules, iterate_token, panels, times_panels
 from fpexp.ops.vector_sweep import VectorTerms
 from fpexp.status import Status
 

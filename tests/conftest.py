@@ -1,4 +1,4 @@
-"""What the tests of commands share."""
+"""What the tests of all rooms share."""
 
 from __future__ import annotations
 

@@ -1,0 +1,97 @@
+"""A corpus by its settings: where its documents are and how they become tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from fpexp.data.formats import TextUnit
+from fpexp.data.held_out import HeldOut, hold_out
+from fpexp.data.order import Order, Start
+from fpexp.data.shards import TOKENIZER, Shards, ShardStream
+from fpexp.data.sources import Hub, LocalFiles, Source
+from fpexp.data.stream import TokenStream, WindowStream, check_same
+from fpexp.data.tokenizer import GPT2, Tokenizer, describe, open_tokenizer
+from fpexp.errors import UserError
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents of the hub or of local files, or tokens prepared from them; nothing is opened before it is needed.
+
+    `files` is a glob pattern (local) or the folder of `fpexp data prepare` (shards), whose tokens must be of
+    `tokenizer`; there dataset, name, split, column, text_unit, shuffle_buffer and workers have no meaning.
+    """
+
+    source: Literal["hub", "local", "shards"] = "hub"
+    dataset: str = "HuggingFaceFW/fineweb"
+    name: str | None = "sample-10BT"
+    split: str = "train"
+    files: str | None = None
+    column: str = "text"
+    text_unit: TextUnit = "file"
+    tokenizer: str = "gpt2"
+    validation_tokens: int = 200_000
+    """Of validation, and as many of test."""
+    shuffle_buffer: int = 10_000
+    """Documents in a shuffled block; 0 shuffles nothing."""
+    workers: int = 2
+    """Threads that tokenise ahead of use; 0: none. The tokens do not depend on it."""
+
+    def open_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, one object for all calls."""
+        return self._tokenizer
+
+    def held_out(self) -> HeldOut:
+        """Return the tokens of validation and test, which no stream gives."""
+        if self.source == "shards":
+            return self._shards.held_out(self.validation_tokens)
+        return self._split[0]
+
+    def stream(self, context: int, seed: int) -> WindowStream:
+        """Return the training windows of `context` tokens and a target, endless, in an order drawn by `seed`."""
+        if self.source == "shards":
+            return ShardStream(self._shards, context, seed)
+        return self.token_stream(context, seed)
+
+    def token_stream(self, context: int = 1, seed: int = 0, epochs: int | None = None) -> TokenStream:
+        """Return the tokens of documents as a stream, for `epochs` or without end."""
+        order = Order(self._documents, seed, self.shuffle_buffer, self._split[1], epochs)
+        corpus = {**self.describe(), "seed": seed, "shuffle_buffer": self.shuffle_buffer}
+        return TokenStream(order, self._tokenizer, context, self.workers, corpus)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the tokens are of: source, tokenizer, and how much is held out."""
+        tokenizer = describe(self._tokenizer)
+        return {**self._documents.describe(), "tokenizer": tokenizer, "validation_tokens": self.validation_tokens}
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        kept = Path(self.files or "").expanduser() / TOKENIZER
+        if self.source == "shards" and self.tokenizer == "gpt2" and kept.is_file():
+            return GPT2(kept)  # prepared tokens are read without a network
+        return open_tokenizer(self.tokenizer)
+
+    @cached_property
+    def _documents(self) -> Source:
+        if self.source == "hub":
+            return Hub(self.dataset, self.name, self.split, self.column)
+        return LocalFiles(self._given_files("'<folder>/*.jsonl'"), self.column, self.text_unit)
+
+    @cached_property
+    def _split(self) -> tuple[HeldOut, Start]:
+        return hold_out(self._documents, self._tokenizer, self.validation_tokens)
+
+    @cached_property
+    def _shards(self) -> Shards:
+        shards = Shards(Path(self._given_files("<folder of fpexp data prepare>")).expanduser())
+        prepared = {"tokenizer": shards.manifest.corpus["tokenizer"]}
+        check_same(prepared, {"tokenizer": describe(self._tokenizer)}, f"'{shards.folder}' is of another tokenizer")
+        return shards
+
+    def _given_files(self, example: str) -> str:
+        if not self.files:
+            raise UserError(f"task.source={self.source} needs task.files={example}")
+        return self.files
