@@ -35,6 +35,7 @@ PARTS = """
 import os, signal
 import torch
 from fpexp.models import LanguageModel, lstm
+from fpexp.randomness import generator
 from fpexp.ranges import Count, Probability
 from fpexp.tasks import IGNORE, WordProblem
 
@@ -44,6 +45,29 @@ class EveryOther(WordProblem):  # of two processes the second has rows without a
         batch = super().sample(size, length, generator)
         batch.targets[1::2] = IGNORE
         return batch
+
+
+class Numbers:
+    def __init__(self, task, seed):
+        self.task, self.seed, self.position = task, seed, 0
+
+    def read(self, size):
+        self.position += 1
+        return self.task.sample(size, 4, generator(self.seed, "train", self.position))
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+    def close(self):
+        pass
+
+
+class Reading(WordProblem):
+    def open_stream(self, seed):
+        return Numbers(self, seed)
 
 
 class Writing(WordProblem):  # the answers of the two processes may end after different numbers of tokens
@@ -93,6 +117,7 @@ SAME = {
     "lstm": ("lstm", []),
     "lstm accumulated": ("lstm", ["training.accumulation=2"]),
     "lstm unscored rows": ("lstm", ["precision=float64"]),
+    "lstm streamed": ("lstm", ["model.layers=2"]),
     "fp_mamba_h picard": ("fp_mamba_h", [*EXACT, "precision=float64"]),
     "fp_mamba_h sequential": ("fp_mamba_h", ["solver=sequential", "training.accumulation=2"]),
     "fp_mamba_k drawn caps": (
@@ -108,7 +133,7 @@ SAME = {
 }
 """Configs whose numbers do not depend on how a batch is split."""
 
-TASKS = {"unscored": "parts.EveryOther", "writes": "parts.Writing"}
+TASKS = {"streamed": "parts.Reading", "unscored": "parts.EveryOther", "writes": "parts.Writing"}
 
 
 def of_case(name: str, results_dir: Path) -> RunConfig:
