@@ -59,16 +59,19 @@ def settle(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     return config, tuple(notes)
 
 
-def build(config: RunConfig) -> Experiment:
-    """Build task, model and schedule of a run; the weights are drawn from the run's seed."""
-    experiment = check(config)
+def build(config: RunConfig, processes: int = 1) -> Experiment:
+    """Build task, model and schedule of a run; the weights are drawn from the run's seed.
+
+    `processes` share its batches out.
+    """
+    experiment = check(config, processes)
     with seeded(config.seed, "initialisation"):
         model = _make_model(experiment.config, experiment.task)
     model = model.to(experiment.config.device, DTYPES[experiment.config.precision])
     return dataclasses.replace(experiment, model=model)
 
 
-def check(config: RunConfig) -> Experiment:
+def check(config: RunConfig, processes: int = 1) -> Experiment:
     """Check all that building needs; return the experiment with a model whose weights take no memory."""
     config, notes = settle(config)
     task: Task = make(config.task)
@@ -87,7 +90,7 @@ def check(config: RunConfig) -> Experiment:
             "make; use solver=picard, or schedule=converge"
         )
     model = _sketch(config, task)
-    check_training(config, task, model)
+    check_training(config, task, model, processes)
     check_evaluation(config, task, model, config.evaluation.lengths, "evaluation.lengths", "evaluation.batch_size")
     return Experiment(config, task, model, schedule, notes)
 

@@ -7,7 +7,7 @@ import os
 import sys
 
 from fpexp import __version__
-from fpexp.errors import FpexpError, Interrupted, UserError
+from fpexp.errors import EndedElsewhere, FpexpError, Interrupted, UserError
 
 COMMANDS = {
     "train": "train a run, resume one, or sweep with -m",
@@ -35,7 +35,7 @@ first steps:
   fpexp train task=a5 model=fp_mamba_k
   fpexp runs
 
-exit codes: 0 done, 1 failure, 2 a mistake in what was asked for, 130 Ctrl-C, 143 SIGTERM"""
+exit codes: 0 done, 1 failure, 2 a mistake in what was asked for, 130 Ctrl-C, 143 SIGTERM, 140 SIGUSR2"""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,6 +46,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.path.append(os.getcwd())  # a model or task of one's own beside the run, as with python -m
     try:
         return _dispatch(arguments)
+    except EndedElsewhere as error:
+        return error.exit_code
     except Interrupted as error:
         print(f"fpexp: {error}", file=sys.stderr)
         return error.exit_code

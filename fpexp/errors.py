@@ -18,9 +18,17 @@ class UserError(FpexpError):
 
 
 class Interrupted(FpexpError):
-    """A signal ended the run after its state was saved: exit code 128 + signal (130 Ctrl-C, 143 SIGTERM)."""
+    """A signal ended the run, its state is saved: exit code 128 + signal (130 Ctrl-C, 143 SIGTERM, 140 SIGUSR2)."""
 
     def __init__(self, signum: int, message: str = "") -> None:
         super().__init__(message or f"interrupted by {signal.Signals(signum).name}")
         self.signum = signum
         self.exit_code = 128 + signum
+
+
+class EndedElsewhere(FpexpError):
+    """Another process of the same run ended with this exit code and has told the user why; this one is silent."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("another process of this run has ended it")
+        self.exit_code = exit_code

@@ -21,24 +21,26 @@ _BYTES_OF_A_NUMBER = {"float32": 4, "bfloat16": 2, "float64": 8}
 _BYTES_OF_AN_INDEX = 8
 
 
-def check_training(config: RunConfig, task: Task, model: LanguageModel) -> None:
+def check_training(config: RunConfig, task: Task, model: LanguageModel, processes: int = 1) -> None:
     """Raise a `UserError` where weights, states or a micro-batch of the longest training sequences cannot fit.
 
-    Of each linear map, what it gives out is kept for the backward pass, in this form or another of its size.
+    Of each linear map, what it gives out is kept for the backward pass, in this form or another of its size. Each of
+    several processes has a device of its own and a share of the micro-batch there; on a CPU they share its memory too.
     """
-    _check_weights(config, model)
-    _check_states(config, model)
+    devices = 1 if config.device == "cpu" else processes
+    _check_weights(config, model, devices if config.parallel == "fsdp" else 1)
     training = config.training
-    sequences = -(-training.batch_size // training.accumulation)
+    sequences = -(-training.batch_size // (training.accumulation * devices))
+    _check_states(config, model, sequences)
     kept = sum(module.out_features for module in model.modules() if isinstance(module, nn.Linear))
     split = f"training.batch_size={training.batch_size} and training.accumulation={training.accumulation}"
     _check(config, task, sequences, task.lengths.max, kept, task.length_key, split)
 
 
-def _check_weights(config: RunConfig, model: LanguageModel) -> None:
-    """Weights and gradients are there together with the optimizer's two moments."""
+def _check_weights(config: RunConfig, model: LanguageModel, shares: int) -> None:
+    """Weights and gradients are there together with the optimizer's two moments, each device with a share of them."""
     count = model.parameter_count()
-    needed, available = 4 * count * _bytes_of_a_weight(config), total_memory(config.device)
+    needed, available = 4 * count * _bytes_of_a_weight(config) // shares, total_memory(config.device)
     if needed > available:
         raise UserError(
             f"a model of {count:,} parameters takes at least {needed / 1e9:.3g} GB of memory in training; "
@@ -46,10 +48,9 @@ def _check_weights(config: RunConfig, model: LanguageModel) -> None:
         )
 
 
-def _check_states(config: RunConfig, model: LanguageModel) -> None:
+def _check_states(config: RunConfig, model: LanguageModel, sequences: int) -> None:
     """Of each layer, the states of the sequences of a micro-batch."""
     training = config.training
-    sequences = -(-training.batch_size // training.accumulation)
     for layer in model.modules():
         if isinstance(layer, SequenceLayer) and layer.state_numbers:
             needed, available = (

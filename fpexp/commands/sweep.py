@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 import traceback
@@ -86,7 +87,14 @@ def run_job(hydra_config: Any) -> None:
         print(f"fpexp: error: job {context.job.num}: {record['reason']}", file=sys.stderr, flush=True)
     write_json(folder / "job.json", {**record, "seconds": time.monotonic() - began})
     if signum is not None:
+        _hand_on(signum)
         raise _SweepInterrupted(signum)
+
+
+def _hand_on(signum: int) -> None:
+    """Let a launcher that put this job on a cluster, and wants to know of the signal, queue the job again."""
+    if signum == signal.SIGUSR2 and callable(signal.getsignal(signum)):
+        signal.raise_signal(signum)
 
 
 def _train(config: RunConfig, words: list[str]) -> tuple[str, RunFolder]:

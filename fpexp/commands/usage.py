@@ -9,10 +9,14 @@ TRAIN = """\
 usage: fpexp train [-m] [group=choice ...] [key=value ...]
        fpexp train resume=<run id>
        fpexp train config=<config.yaml or .json> [key=value ...]
+       torchrun --nproc-per-node=<n> -m fpexp train ...
 
 Trains one run and measures its length-generalisation curve. Everything goes to <results_dir>/runs/<run id>.
 With -m, comma-separated values make one run each: fpexp train -m task=a4 model=fp_mamba_k,lstm seed=0,1
-(sweep.fail_fast=true stops at the first failure; what an earlier sweep has finished is not run again.)
+(sweep.fail_fast=true stops at the first failure; what an earlier sweep has finished is not run again.
+On a cluster: hydra/launcher=submitit_slurm, with pip install 'fpexp[slurm]'; see scripts/slurm.)
+Under torchrun each process takes its share of training.batch_size; any number of them gives the same run and may
+resume it.
 
 groups:
 {groups}

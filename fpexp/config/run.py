@@ -110,6 +110,7 @@ class RunConfig:
     seed: Annotated[int, Range(0, maximum=2**31 - 1)]
     deterministic: bool
     results_dir: str
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # how several processes share the model: copies, or a part each
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> RunConfig:
@@ -130,7 +131,7 @@ class RunConfig:
     def fingerprint(self) -> str:
         """Hash of all that decides the numbers: equal for a repetition of the same run."""
         tree = self.to_dict()
-        for name in ("results_dir", "tracking", "sweep", "choices", "scale"):
+        for name in ("results_dir", "tracking", "sweep", "choices", "scale", "parallel"):
             del tree[name]
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 

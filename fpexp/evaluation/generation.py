@@ -17,6 +17,7 @@ from fpexp.machine import autocast
 from fpexp.models import DecodingState, LanguageModel
 from fpexp.randomness import generator
 from fpexp.tasks import IGNORE, Answered
+from fpexp.world import ALONE, World
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def continue_greedily(model: LanguageModel, prompt: Tensor, stop_token: int | No
 
 
 @torch.no_grad()
-def measure_generation(experiment: Experiment, task: Answered, length: int) -> dict[str, Any]:
+def measure_generation(experiment: Experiment, task: Answered, length: int, world: World = ALONE) -> dict[str, Any]:
     """Return the accuracies of answers that the model writes by itself, examples of one length; empty for none.
 
     An answer that stops early or late is wrong from there on.
@@ -74,10 +75,13 @@ def measure_generation(experiment: Experiment, task: Answered, length: int) -> d
     source = generator(config.seed, "test generation", length)
     was_training = model.training
     model.eval()
+    _hold_weights(model)  # answers end after different numbers of tokens, so weights cannot be fetched for each
     try:
         for start in range(0, task.generated_samples, config.evaluation.batch_size):
             size = min(config.evaluation.batch_size, task.generated_samples - start)
-            prompts, answers = task.sample_prompts(size, length, source)
+            prompts, answers = (part[world.share] for part in task.sample_prompts(size, length, source))
+            if len(prompts) == 0:
+                continue
             with autocast(config):
                 read = continue_greedily(model, prompts.to(config.device), task.stop_token, answers.shape[1])
             tokens = read.tokens.cpu()
@@ -89,10 +93,28 @@ def measure_generation(experiment: Experiment, task: Answered, length: int) -> d
                 tokens = tokens.masked_fill(after_the_stop, IGNORE)
             accuracy.add_predictions(tokens, answers)
     finally:
+        _release_weights(model)
         model.train(was_training)
+    accuracy = accuracy.over(world)
     summary = accuracy.summary()
     names = ("token_accuracy", "sequence_accuracy", "n")
     return {f"generated_{name}": summary[name] for name in names} if accuracy.sequences else {}
+
+
+def _hold_weights(model: LanguageModel) -> None:
+    """Fetch all weights of which the processes of a run have a part each, for reading without the forward pass."""
+    _tell_shards(model, "unshard")
+
+
+def _release_weights(model: LanguageModel) -> None:
+    """Let go of what `_hold_weights` has fetched."""
+    _tell_shards(model, "reshard")
+
+
+def _tell_shards(model: LanguageModel, method: str) -> None:
+    for module in model.modules():
+        if hasattr(module, method):  # one of FSDP's
+            getattr(module, method)()
 
 
 def state_bytes(state: Any) -> int:

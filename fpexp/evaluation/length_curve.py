@@ -1,8 +1,11 @@
-"""Accuracy against length: the curve of a run, and the validation during training."""
+"""Accuracy against length: the curve of a run, and the validation during training.
+
+Several processes evaluate a share of every batch each, and all have the numbers of the whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,24 +17,46 @@ from fpexp.machine import autocast
 from fpexp.models import ModelOutput
 from fpexp.randomness import generator
 from fpexp.tasks import Answered, Batch, HeldOut, Task
+from fpexp.world import ALONE, World
+
+
+def nothing() -> None:
+    """What is done between batches where nobody asks for more."""
 
 
 @torch.no_grad()
-def evaluate_length(experiment: Experiment, length: int, samples: int, split: str, index: int = 0) -> dict[str, Any]:
+def evaluate_length(
+    experiment: Experiment,
+    length: int,
+    samples: int,
+    split: str,
+    index: int = 0,
+    world: World = ALONE,
+    between_batches: Callable[[], None] = nothing,
+) -> dict[str, Any]:
     """Return the accuracies and solver statistics over `samples` fresh sequences of one length."""
     task, accuracy, statistics = experiment.task, Accuracy(), LayerStatistics()
-    text = TextStatistics(task.byte_lengths) if isinstance(task, HeldOut) else None
-    for batch, output in _forward(experiment, length, samples, split, index):
+    text = TextStatistics.of(task.byte_lengths) if isinstance(task, HeldOut) else None
+    for batch, output in _forward(experiment, length, samples, split, index, world, between_batches):
+        if batch is None:
+            statistics.expect(len(output.solves))
+            continue
         accuracy.add(output.logits, batch.targets, batch.examples)
         statistics.add(output.solves)
         if text is not None:
             text.add(batch.targets)
-    perplexities = {} if text is None else text.summary(accuracy.loss)
+    accuracy, statistics = accuracy.over(world), statistics.over(world)
+    perplexities = {} if text is None else text.over(world).summary(accuracy.loss)
     return {"length": length, **accuracy.summary(), **perplexities, **statistics.summary()}
 
 
 def length_curve(
-    experiment: Experiment, lengths: Sequence[int], samples: int, drawn: dict[int, int]
+    experiment: Experiment,
+    lengths: Sequence[int],
+    samples: int,
+    drawn: dict[int, int],
+    world: World = ALONE,
+    between_batches: Callable[[], None] = nothing,
 ) -> Iterator[dict[str, Any]]:
     """Yield one row for each length, in ascending order.
 
@@ -41,15 +66,15 @@ def length_curve(
     lengths = sorted(set(lengths))
     one_pass = experiment.task.prefixes_are_samples and not experiment.model.iterations_depend_on_length
     if one_pass:
-        rows: Iterator[dict[str, Any]] = iter(_prefix_rows(experiment, lengths, samples))
+        rows: Iterator[dict[str, Any]] = iter(_prefix_rows(experiment, lengths, samples, world, between_batches))
     else:
-        rows = (evaluate_length(experiment, n, samples, "test", index=n) for n in lengths)
+        rows = (evaluate_length(experiment, n, samples, "test", n, world, between_batches) for n in lengths)
     task = experiment.task
     for row in rows:
         count = _holding(task, drawn, row["length"])
         yield {
             **row,
-            **(measure_generation(experiment, task, row["length"]) if isinstance(task, Answered) else {}),
+            **(measure_generation(experiment, task, row["length"], world) if isinstance(task, Answered) else {}),
             "scaled_accuracy": scaled_accuracy(row["token_accuracy"], task.chance),
             "chance": task.chance,
             "decoding": task.decoding,
@@ -59,14 +84,19 @@ def length_curve(
 
 
 @torch.no_grad()
-def _prefix_rows(experiment: Experiment, lengths: Sequence[int], samples: int) -> list[dict[str, Any]]:
+def _prefix_rows(
+    experiment: Experiment, lengths: Sequence[int], samples: int, world: World, between_batches: Callable[[], None]
+) -> list[dict[str, Any]]:
     sums = {length: (Accuracy(), LayerStatistics()) for length in lengths}
-    for batch, output in _forward(experiment, lengths[-1], samples, "test", index=0):
+    for batch, output in _forward(experiment, lengths[-1], samples, "test", 0, world, between_batches):
         for length, (accuracy, statistics) in sums.items():
+            if batch is None:
+                statistics.expect(len(output.solves))
+                continue
             tokens = experiment.task.input_length(length)
             accuracy.add(output.logits[:, :tokens], batch.targets[:, :tokens])
             statistics.add([solve.prefix(tokens) for solve in output.solves])
-    return [{"length": length, **a.summary(), **s.summary()} for length, (a, s) in sums.items()]
+    return [{"length": length, **a.over(world).summary(), **s.over(world).summary()} for length, (a, s) in sums.items()]
 
 
 def _holding(task: Task, drawn: dict[int, int], length: int) -> int:
@@ -75,18 +105,30 @@ def _holding(task: Task, drawn: dict[int, int], length: int) -> int:
 
 
 def _forward(
-    experiment: Experiment, length: int, samples: int, split: str, index: int
-) -> Iterator[tuple[Batch, ModelOutput]]:
-    """Yield batches and what the model, in evaluation mode, says of them."""
+    experiment: Experiment,
+    length: int,
+    samples: int,
+    split: str,
+    index: int,
+    world: World,
+    between_batches: Callable[[], None],
+) -> Iterator[tuple[Batch | None, ModelOutput]]:
+    """Yield this process's share of each batch and what the model, in evaluation mode, says of it.
+
+    None stands for a share of no sequence: the model has read one that is another's, since all processes of a model
+    with shared weights must run it equally often.
+    """
     config, model = experiment.config, experiment.model
     was_training = model.training
     model.eval()
     try:
         for drawn in _batches(experiment, length, samples, generator(config.seed, split, index), split):
-            batch = drawn.to(config.device)
+            between_batches()
+            idle = len(drawn.inputs) <= world.rank
+            batch = drawn.rows(slice(1) if idle else world.share).to(config.device)
             with autocast(config):
                 output = model(batch.inputs, experiment.schedule.evaluation_cap(), batch.mask)
-            yield batch, output
+            yield None if idle else batch, output
     finally:
         model.train(was_training)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import astuple, dataclass, field
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from fpexp.fixed_point import BackwardRecord, SolveResult, Status
 from fpexp.tasks import IGNORE
+from fpexp.world import World
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -54,6 +55,11 @@ class Accuracy:
         self.sequences_right += int((mistakes == 0).sum())
         self.last_right += int((~wrong[rows, positions])[last].sum())
 
+    def over(self, world: World) -> Accuracy:
+        """Return the sums over all processes."""
+        loss, *counts = map(sum, zip(*world.gather(astuple(self)), strict=True))
+        return Accuracy(loss, *map(int, counts))
+
     def summary(self) -> dict[str, Any]:
         """Return the accuracies; None where nothing was scored."""
         return {
@@ -75,14 +81,21 @@ class TextStatistics:
     """How often each token was scored, (V,), of a text whose tokens stand for `byte_lengths` (V,) bytes."""
 
     byte_lengths: Tensor
-    counts: Tensor = field(init=False)
+    counts: Tensor
 
-    def __post_init__(self) -> None:
-        self.counts = torch.zeros_like(self.byte_lengths)
+    @classmethod
+    def of(cls, byte_lengths: Tensor) -> TextStatistics:
+        """Return those of no text."""
+        return cls(byte_lengths, torch.zeros_like(byte_lengths))
 
     def add(self, targets: Tensor) -> None:
         """Count a batch: targets (B, T) as in `Batch`."""
         self.counts += targets[targets != IGNORE].cpu().bincount(minlength=len(self.counts))
+
+    def over(self, world: World) -> TextStatistics:
+        """Return the counts over all processes."""
+        counts = torch.tensor(world.gather(self.counts.tolist()), dtype=torch.float64).sum(0)
+        return TextStatistics(self.byte_lengths, counts.long())
 
     def summary(self, loss: float) -> dict[str, Any]:
         """Return perplexities of a model with `loss` nats on the whole text, and the best that one distribution for
@@ -123,6 +136,16 @@ class BackwardStatistics:
         self.iterations_max = max(self.iterations_max, int(iterations.max()))
         self.residual_max = _worst([self.residual_max, float(residual.max())])
 
+    @classmethod
+    def of_all(cls, parts: Sequence[Self]) -> Self:
+        """Return the statistics of several parts together."""
+        return cls(
+            equations=sum(part.equations for part in parts),
+            iterations=sum(part.iterations for part in parts),
+            iterations_max=max(part.iterations_max for part in parts),
+            residual_max=_worst([part.residual_max for part in parts]),
+        )
+
     def summary(self) -> dict[str, Any]:
         """Return mean and extremes over the equations; empty where there was none."""
         if self.equations == 0:
@@ -159,6 +182,33 @@ class SolveStatistics:
         if solve.backward is not None:
             self.backward.add(solve.backward)
 
+    @classmethod
+    def of_all(cls, parts: Sequence[Self]) -> Self:
+        """Return the statistics of several parts together."""
+        return cls(
+            sequences=sum(part.sequences for part in parts),
+            iterations=sum(part.iterations for part in parts),
+            iterations_max=max(part.iterations_max for part in parts),
+            converged=sum(part.converged for part in parts),
+            cap_hits=sum(part.cap_hits for part in parts),
+            diverged=sum(part.diverged for part in parts),
+            residual_max=_worst([part.residual_max for part in parts]),
+            backward=BackwardStatistics.of_all([part.backward for part in parts]),
+        )
+
+    def numbers(self) -> list[float]:
+        """Return all fields as numbers, for `from_numbers`."""
+        *own, backward = astuple(self)
+        return [*own, *backward]
+
+    @classmethod
+    def from_numbers(cls, numbers: Sequence[float]) -> Self:
+        """Return the statistics that the numbers are of."""
+        sequences, iterations, most, converged, cap_hits, diverged = map(int, numbers[:6])
+        equations, products, most_products = map(int, numbers[7:10])
+        backward = BackwardStatistics(equations, products, most_products, numbers[10])
+        return cls(sequences, iterations, most, converged, cap_hits, diverged, numbers[6], backward)
+
     def summary(self) -> dict[str, Any]:
         """Return means and extremes over the sequences."""
         return {
@@ -180,10 +230,24 @@ class LayerStatistics:
 
     def add(self, solves: Sequence[SolveResult]) -> None:
         """Count one forward pass."""
-        while len(self.layers) < len(solves):
-            self.layers.append(SolveStatistics())
+        self.expect(len(solves))
         for layer, solve in zip(self.layers, solves, strict=True):
             layer.add(solve)
+
+    def expect(self, layers: int) -> None:
+        """Make room for so many layers, also where no pass of theirs is counted."""
+        while len(self.layers) < layers:
+            self.layers.append(SolveStatistics())
+
+    def over(self, world: World) -> LayerStatistics:
+        """Return the statistics over all processes."""
+        if world.is_alone or not self.layers:
+            return self
+        rows = world.gather([number for layer in self.layers for number in layer.numbers()])
+        size = len(rows[0]) // len(self.layers)
+        starts = range(0, len(rows[0]), size)
+        parts = [[SolveStatistics.from_numbers(row[start : start + size]) for row in rows] for start in starts]
+        return LayerStatistics([SolveStatistics.of_all(part) for part in parts])
 
     def summary(self) -> dict[str, Any]:
         """Return the numbers over all layers, and of each layer under `layers`; empty for a model without solver."""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fpexp.ops.backend import say_once
@@ -25,8 +26,11 @@ def compute_type(dtype: torch.dtype) -> torch.dtype:
 
 
 def flat(tensor: torch.Tensor) -> Any:
-    """Return a tensor's numbers as an array of one dimension: its own memory where it is contiguous."""
-    return tensor.detach().contiguous().view(-1).numpy()
+    """Return a tensor's numbers as an array of one dimension: its own memory where it is contiguous.
+
+    Not by `Tensor.numpy`, which pins the size of the memory: FSDP lets go of a weight's by making it empty.
+    """
+    return np.from_dlpack(tensor.detach().contiguous().view(-1))
 
 
 class Kernel:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from fpexp.errors import FpexpError, UserError
 from fpexp.run_folder import write_json
+from fpexp.training.distributed import shared_like, whole
 
 _NAME = re.compile(r"step_(\d+)\.safetensors")
 _COMPILED_PREFIX = "_orig_mod."
@@ -43,7 +44,8 @@ class Checkpoint:
         weights = self._weights()
         if bad := first_non_finite(weights):
             raise FpexpError(f"{self.path}: {bad} is not finite; move this checkpoint away to use the one before it")
-        model.load_state_dict(weights)
+        ours = model.state_dict()
+        model.load_state_dict({name: shared_like(tensor, ours[name]) for name, tensor in weights.items()})
 
     def check_fits(self, model: nn.Module) -> None:
         """Raise a `UserError` that names the keys which are missing, unexpected or of another shape."""
@@ -65,6 +67,11 @@ class Checkpoint:
         for name, tensor in self._part("optimizer.").items():
             index, _, key = name.partition(".")
             state.setdefault(int(index), {})[key] = tensor
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, moments in state.items():
+            weight = parameters[number]
+            for key, tensor in moments.items():
+                moments[key] = shared_like(tensor, weight) if tensor.shape == weight.shape else tensor
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
     def load_randomness(self) -> None:
@@ -75,10 +82,19 @@ class Checkpoint:
                 torch.cuda.set_rng_state(state, int(name))
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name.replace(_COMPILED_PREFIX, ""): tensor for name, tensor in self._part("model.").items()}
+        return {name.replace(_COMPILED_PREFIX, ""): tensor for name, tensor in weights_of(self.tensors).items()}
 
     def _part(self, prefix: str) -> dict[str, Tensor]:
-        return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+        return _part(self.tensors, prefix)
+
+
+def weights_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the model's own among the tensors of a checkpoint, by the names that they have there."""
+    return _part(tensors, "model.")
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def first_non_finite(weights: Mapping[str, Tensor]) -> str:
@@ -88,12 +104,31 @@ def first_non_finite(weights: Mapping[str, Tensor]) -> str:
 
 def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Path:
     """Write `step`'s checkpoint beside the others; on failure they stay as they were and an `FpexpError` says so."""
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return write(folder, step, collect(model, optimizer), state)
+
+
+def collect(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint, whole ones also where the processes of a run have a part each.
+
+    Then all must collect; those that do not `keep` anything return nothing.
+    """
+    parts = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     for index, moments in optimizer.state_dict()["state"].items():
-        tensors |= {f"optimizer.{index}.{key}": torch.as_tensor(value) for key, value in moments.items()}
-    tensors["random.cpu"] = torch.get_rng_state()
-    for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
-        tensors[f"random.cuda.{index}"] = torch.cuda.get_rng_state(index)
+        parts |= {f"optimizer.{index}.{key}": torch.as_tensor(value) for key, value in moments.items()}
+    tensors = {}
+    for name, part in parts.items():
+        tensor = whole(part)
+        if keep:
+            tensors[name] = tensor if tensor is part else tensor.cpu()  # one layer's worth at a time on the GPU
+    if keep:
+        tensors["random.cpu"] = torch.get_rng_state()
+        for number in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
+            tensors[f"random.cuda.{number}"] = torch.cuda.get_rng_state(number)
+    return tensors
+
+
+def write(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    """Write what was collected, as `save` does."""
     path = _path(folder, step)
     temporary = folder / f".{path.name}.partial"
     try:

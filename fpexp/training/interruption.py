@@ -1,4 +1,8 @@
-"""SIGINT and SIGTERM as a flag that the loops look at between steps and batches."""
+"""SIGINT, SIGTERM and SIGUSR2 as a flag that the loops look at between steps and batches.
+
+Processes that train together have to end together, or those that go on would wait for the others: each time they look,
+they agree. So none is ended in the middle of anything, and all look equally often.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +13,24 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 from fpexp.errors import Interrupted
+from fpexp.world import ALONE, World
 
 T = TypeVar("T")
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+"""SIGUSR2 is how submitit has Slurm announce the end of a job's time."""
 
 
 class Interruption:
-    """Inside the block the first signal is remembered and the second has its usual effect."""
+    """Inside the block the first signal is remembered and the second has its usual effect.
 
-    def __init__(self) -> None:
+    With other processes the later ones have no effect at all, up to the end of the process: torchrun hands on a Ctrl-C
+    that every process has already had, and what it sends to those that outlive a failed one must not cut their last
+    words short. It kills them itself, 30 seconds later.
+    """
+
+    def __init__(self, world: World = ALONE) -> None:
+        self.world = world
         self.signum: int | None = None
         self._at_once = False
         self._previous: dict[int, Any] = {}
@@ -31,13 +43,17 @@ class Interruption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
+        if self.world.is_alone:
+            self._restore()
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Raise `Interrupted` inside the block as soon as a signal comes: for what may be dropped half-way."""
+        """Raise `Interrupted` inside the block as soon as a signal comes: for what may be dropped half-way.
+
+        With other processes, before it only.
+        """
         self.check()
-        self._at_once = True
+        self._at_once = self.world.is_alone
         try:
             yield
         finally:
@@ -53,13 +69,20 @@ class Interruption:
             yield item
 
     def check(self) -> None:
-        """Raise `Interrupted` if a signal has come."""
-        if self.signum is not None:
-            raise Interrupted(self.signum)
+        """Raise `Interrupted` if a signal has come, to any of the processes: all look at the same places."""
+        signum = self.world.largest(self.signum or 0)
+        if signum:
+            raise Interrupted(signum)
+
+    def look(self) -> None:
+        """Check between the parts of what `at_once` would end in the middle, had this process been alone."""
+        if not self.world.is_alone:
+            self.check()
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
         self.signum = signum
-        self._restore()
+        if self.world.is_alone:
+            self._restore()
         if self._at_once:
             raise Interrupted(signum)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fpexp.build import Experiment
 from fpexp.errors import FpexpError, Interrupted
@@ -21,8 +22,10 @@ from fpexp.tasks import Batch
 from fpexp.tracking.tracker import Tracker
 from fpexp.training import checkpoint
 from fpexp.training.batches import Batches
+from fpexp.training.distributed import Replicas, gradient_norm, micro_batches
 from fpexp.training.interruption import Interruption
 from fpexp.training.optimizer import learning_rate, make_optimizer
+from fpexp.world import ALONE, World
 
 MAX_SKIPPED_IN_A_ROW = 20
 """With training.non_finite=skip, so many bad steps without a good one between them end the run."""
@@ -42,12 +45,25 @@ class Progress:
 
 
 class Trainer:
-    """Trains an experiment's model in place, logging, validating and saving as its config says."""
+    """Trains an experiment's model in place, logging, validating and saving as its config says.
 
-    def __init__(self, experiment: Experiment, run: RunFolder, tracker: Tracker, interruption: Interruption) -> None:
+    Of several processes each reads the same batches and takes its rows; what it then knows of a step or a validation
+    are the numbers of the whole batch, so all decide alike.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        run: RunFolder,
+        tracker: Tracker,
+        interruption: Interruption,
+        world: World = ALONE,
+    ) -> None:
         self.experiment, self.run, self.tracker, self.interruption = experiment, run, tracker, interruption
+        self.world = world
         self.config = experiment.config.training
         self.model = experiment.model
+        self.replicas = Replicas(self.model, experiment.config, world)
         self.optimizer = make_optimizer(self.model, self.config)
         self.batches = Batches(experiment.task, self.config.batch_size, experiment.config.seed)
         self.progress = Progress()
@@ -85,10 +101,14 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of the present step and drop the old ones; weights that are not finite are refused."""
-        if bad := checkpoint.first_non_finite(self.model.state_dict()):
+        tensors = checkpoint.collect(self.model, self.optimizer, keep=self.world.is_first)
+        self.world.by_first(lambda: self._write(tensors))
+
+    def _write(self, tensors: dict[str, Tensor]) -> None:
+        if bad := checkpoint.first_non_finite(checkpoint.weights_of(tensors)):
             raise FpexpError(f"step {self.progress.step}: {bad} is not finite and was not saved; lower training.lr")
         state = {"progress": vars(self.progress), **self.batches.state_dict()}
-        checkpoint.save(self.run.checkpoints, self.progress.step, self.model, self.optimizer, state)
+        checkpoint.write(self.run.checkpoints, self.progress.step, tensors, state)
         checkpoint.prune(self.run.checkpoints, self.config.keep_checkpoints)
 
     def _validation_due(self) -> bool:
@@ -105,16 +125,14 @@ class Trainer:
     def _train_one_step(self) -> None:
         began = time.monotonic()
         step = self.progress.step
-        try:
-            batch, length = self.batches.next(step)
-        except FpexpError:
-            self.save()  # where data cannot be had now, a resumed run goes on
-            raise
+        batch, length = self._next_batch()
         lr = learning_rate(self.config, step)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if not self.world.is_alone:  # each process its own dropout; by the step, so that a resumed run has it again
+            torch.manual_seed(derive_seed(self.experiment.config.seed, f"dropout of {self.world.rank}", step))
         accuracy, statistics = self._accumulate(batch)
-        norm = self._gradient_norm()
+        norm = gradient_norm(self.model, math.inf if self.config.clip is None else self.config.clip)
         summary = accuracy.summary()
         loss = summary["loss"]
         if math.isfinite(norm) and loss is not None and math.isfinite(loss):
@@ -129,26 +147,37 @@ class Trainer:
             self._log("train", {"length": length, **summary, **statistics.summary(), "lr": lr, "grad_norm": norm})
         self.tracker.progress(self.progress.step)
 
+    def _next_batch(self) -> tuple[Batch, int]:
+        before = None if self.world.is_alone else self.batches.state_dict()
+        try:
+            return self.world.together(lambda: self.batches.next(self.progress.step))
+        except FpexpError:
+            if before is not None:
+                self.batches.load_state_dict(before)  # it may be another process that has not got it
+            self.save()  # where data cannot be had now, a resumed run goes on
+            raise
+
     def _accumulate(self, batch: Batch) -> tuple[Accuracy, LayerStatistics]:
-        """Leave in .grad the gradient of the mean loss over all scored positions, however the batch is split."""
+        """Leave in .grad the gradient of the mean loss over all scored positions, however the batch is split.
+
+        Returns the sums over all processes.
+        """
         config = self.experiment.config
         source = generator(config.seed, "cap", self.progress.step)
         cap = self.experiment.schedule.training_cap(batch.inputs.shape[1], source)
         accuracy, statistics = Accuracy(), LayerStatistics()
         scored = batch.scored
         self.optimizer.zero_grad(set_to_none=True)
-        for part in batch.chunk(self.config.accumulation):
+        parts = micro_batches(batch, self.config.accumulation, self.world)
+        for number, part in enumerate(parts, 1):
             part = part.to(config.device)
-            with autocast(config):
-                output = self.model(part.inputs, cap, part.mask)
-            (summed_loss(output.logits, part.targets) / scored).backward()
+            with self.replicas.accumulating(last=number == len(parts)):
+                with autocast(config):
+                    output = self.replicas.forward(part.inputs, cap, part.mask)
+                (summed_loss(output.logits, part.targets) * self.replicas.scale / scored).backward()
             accuracy.add(output.logits.detach(), part.targets, part.examples)
             statistics.add(output.solves)  # after the backward pass, which fills its part in
-        return accuracy, statistics
-
-    def _gradient_norm(self) -> float:
-        limit = math.inf if self.config.clip is None else self.config.clip
-        return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit))
+        return accuracy.over(self.world), statistics.over(self.world)
 
     def _skip_or_stop(self, step: int, loss: float | None, norm: float) -> None:
         what = f"step {step}: loss {loss}, gradient norm {norm}"
@@ -169,7 +198,8 @@ class Trainer:
         step = self.progress.step
         samples = self.experiment.config.evaluation.validation_samples
         with self.interruption.at_once():
-            row = evaluate_length(self.experiment, self.experiment.task.lengths.max, samples, "validation")
+            longest, look = self.experiment.task.lengths.max, self.interruption.look
+            row = evaluate_length(self.experiment, longest, samples, "validation", 0, self.world, look)
         accuracy, goal = row["sequence_accuracy"], self.config.stop_at_accuracy
         best = accuracy > self.progress.best_accuracy
         self.progress.validated_at = step
@@ -177,7 +207,7 @@ class Trainer:
         self.progress.stopped_early = goal is not None and accuracy >= goal
         self._log("validation", row)
         self.save()
-        if best:
+        if best and self.world.is_first:
             checkpoint.mark_best(self.run.checkpoints, step, accuracy)
 
     def _log(self, kind: str, numbers: dict[str, Any]) -> None:

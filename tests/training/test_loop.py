@@ -49,8 +49,8 @@ def change_experiment(monkeypatch: pytest.MonkeyPatch) -> Change:
     """Let the runs of a test change what was built."""
 
     def change(function: Callable[[Experiment], None]) -> None:
-        def changed(config: RunConfig) -> Experiment:
-            experiment = build(config)
+        def changed(config: RunConfig, processes: int) -> Experiment:
+            experiment = build(config, processes)
             function(experiment)
             return experiment
 
