@@ -5,6 +5,11 @@ from __future__ import annotations
 import signal
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an exception says, its type where it says nothing."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
 class FpexpError(Exception):
     """A failure that is ours or the machine's to explain: exit code 1."""
 

@@ -15,7 +15,7 @@ from fpexp.errors import UserError
 from fpexp.machine import total_memory
 from fpexp.models import LanguageModel
 from fpexp.models.lm import SequenceLayer
-from fpexp.tasks import Task
+from fpexp.tasks import HeldOut, Task
 
 _BYTES_OF_A_NUMBER = {"float32": 4, "bfloat16": 2, "float64": 8}
 _BYTES_OF_AN_INDEX = 8
@@ -81,7 +81,7 @@ def check_evaluation(
     The logits and what they are made from are there at the same time.
     """
     settings = config.evaluation
-    sequences = min(settings.batch_size, settings.samples)
+    sequences = settings.batch_size if isinstance(task, HeldOut) else min(settings.batch_size, settings.samples)
     alive = model.head.in_features + model.head.out_features
     _check(config, task, sequences, max(lengths), alive, key, f"{batch_key}={settings.batch_size}")
 

@@ -77,11 +77,22 @@ def _build(config: RunConfig, world: World, saved: Checkpoint | None = None) -> 
     if saved is not None:
         saved.check_fits(experiment.model)
     if isinstance(experiment.task, HeldOut):
-        next(experiment.task.held_out("validation", 1, 1))  # text that is not there is said before a run begins
+        # Text that is not there is said before a run begins.
+        next(experiment.task.held_out("validation", experiment.task.lengths.max, 1))
     notes = apply_settings(experiment.config)
     if not world.is_alone:
-        notes = (*notes, f"{world.size} processes, parallel={config.parallel}")
+        notes = (*notes, f"{world.size} processes, parallel={config.parallel}", *_own_to_each(experiment))
     return dataclasses.replace(experiment, notes=(*experiment.notes, *notes))
+
+
+def _own_to_each(experiment: Experiment) -> list[str]:
+    """Say what makes several processes differ from one."""
+    settings, notes = experiment.config.model.settings, []
+    if settings.get("dropout"):
+        notes.append("dropout is drawn by each process for itself, so another number of them gives another run")
+    if experiment.model.iterations_depend_on_length and getattr(experiment.schedule, "stop_early", True):
+        notes.append("each process stops its training solves by its own sequences (not with schedule.stop_early=false)")
+    return notes
 
 
 def _carry_out(

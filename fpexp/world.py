@@ -37,17 +37,12 @@ class World:
     size: int = 1
 
     @classmethod
-    def alone(cls) -> World:
-        """Return the world of one process."""
-        return cls()
-
-    @classmethod
     def from_environment(cls) -> World:
         """Return the world that torchrun describes; of one process without it."""
         try:
             return cls(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
         except (KeyError, ValueError):
-            return cls.alone()
+            return cls()
 
     @property
     def is_alone(self) -> bool:
@@ -148,7 +143,7 @@ class World:
             raise (FpexpError(LOST_CONTACT) if self.is_first else EndedElsewhere(1)) from error
 
 
-ALONE = World.alone()
+ALONE = World()
 
 
 def is_lost_contact(error: BaseException) -> bool:

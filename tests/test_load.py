@@ -44,7 +44,7 @@ def test_the_weights_are_those_that_the_curve_shows(tmp_path: Path) -> None:
     """The newest checkpoint, also where an earlier one did better in validation."""
     words = ["training.evaluate_every=2", "training.steps=6", "training.keep_checkpoints=5"]
     run = start_run(tiny(tmp_path, *words), Recorder())
-    checkpoint.mark_best(run.checkpoints, 2, 1.0)
+    checkpoint.mark_best(run.checkpoints, 2, 1.0, 0.0)
     newest = checkpoint.load_newest(run.checkpoints, []).tensors["model.head.weight"]
     assert torch.equal(fpexp.load(run.path).head.weight, newest)
 

@@ -17,7 +17,14 @@ from fpexp.config.compose import compose, compose_jobs
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```", README, flags=re.M | re.S)
-LINES = [line for block in BLOCKS for line in block.splitlines() if line.startswith("fpexp ")]
+STARTERS = (r"torchrun --nproc-per-node=(\d) -m ", r"sbatch .*scripts/slurm/train.sbatch ", r"scripts/slurm/sweep.sh ")
+"""What starts `fpexp` otherwise than by its name; of the first, the number of processes."""
+LINES = [
+    line
+    for block in BLOCKS
+    for line in block.splitlines()
+    if line.startswith("fpexp ") or any(re.match(starter, line) for starter in STARTERS)
+]
 HARD = re.findall(
     r"^\| (a5|s5) \| (\w+)(?:, r=(\d+))? \| (\d) \| [^|]* \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|",
     README,
@@ -28,13 +35,18 @@ ROWS = re.findall(r"^\| (fp_mamba_\w+|lstm) \| (\d) \| ([\d.]+) \| ([\d.]+) \| (
 
 @pytest.mark.parametrize("line", LINES)
 def test_every_command_is_accepted(line: str) -> None:
+    started = re.match(STARTERS[0], line)
+    processes = int(started[1]) if started else 1
+    line = re.sub(STARTERS[0], "", line)
+    line = re.sub(STARTERS[1], "fpexp train ", line)
+    line = re.sub(STARTERS[2], "fpexp train -m ", line)
     _, command, *words = shlex.split(line, comments=True)
     assert command in COMMANDS
     if command != "train" or any(word.startswith(("resume=", "hydra.searchpath=")) for word in words):
         return
     configs = compose_jobs(words[1:]) if words[0] == "-m" else [compose(words)]
     for config in configs:
-        check(config)
+        check(config, processes)
 
 
 def test_there_are_numbers() -> None:

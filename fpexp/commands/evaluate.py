@@ -68,8 +68,11 @@ def _measure(loaded: LoadedRun, chosen: dict[str, Any]) -> tuple[list[dict[str, 
     from fpexp.reporting.figures import draw_curves
     from fpexp.reporting.store import read_curve
     from fpexp.run_folder import append_row, make_unique
+    from fpexp.tasks import HeldOut
     from fpexp.training.interruption import Interruption
 
+    if "samples" in chosen and isinstance(loaded.experiment.task, HeldOut):
+        raise UserError("samples has no meaning for held-out text, which is measured whole; leave it out")
     config = loaded.experiment.config
     settings = dataclasses.replace(config.evaluation, **chosen)
     for length in settings.lengths:

@@ -15,8 +15,8 @@ Trains one run and measures its length-generalisation curve. Everything goes to 
 With -m, comma-separated values make one run each: fpexp train -m task=a4 model=fp_mamba_k,lstm seed=0,1
 (sweep.fail_fast=true stops at the first failure; what an earlier sweep has finished is not run again.
 On a cluster: hydra/launcher=submitit_slurm, with pip install 'fpexp[slurm]'; see scripts/slurm.)
-Under torchrun each process takes its share of training.batch_size; any number of them gives the same run and may
-resume it.
+Under torchrun each process takes its share of training.batch_size, and any number of them may resume the run. They
+give the losses of one process, but for dropout and for solvers that stop by a share of the batch, which is each's own.
 
 groups:
 {groups}

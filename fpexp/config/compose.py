@@ -140,7 +140,8 @@ def _check_top_level(override: Override) -> None:
     key = str(override.key_or_group)
     of = WITHIN_CONF.get(key.partition(".")[0])
     if of:
-        raise UserError(f"'{key}' is for the files in conf/; set {of}.{key.rpartition('.')[2]} instead")
+        leaf = key.partition(".")[2].rpartition(".")[2] or "<name>"
+        raise UserError(f"'{key}' is for the files in conf/; set {of}.{leaf} instead")
     known = {field.name for field in dataclasses.fields(RunConfig)} | {*GROUPS, "hydra"}
     near = did_you_mean(key, known)
     if "." not in key and "/" not in key and key not in known and near:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fpexp.data.formats import TextUnit
-from fpexp.data.held_out import HeldOut, hold_out
+from fpexp.data.held_out import HeldOutText, hold_out
 from fpexp.data.order import Order, Start
 from fpexp.data.shards import TOKENIZER, Shards, ShardStream
 from fpexp.data.sources import Hub, LocalFiles, Source
@@ -44,7 +44,7 @@ class Corpus:
         """Return the tokenizer, one object for all calls."""
         return self._tokenizer
 
-    def held_out(self) -> HeldOut:
+    def held_out(self) -> HeldOutText:
         """Return the tokens of validation and test, which no stream gives."""
         if self.source == "shards":
             return self._shards.held_out(self.validation_tokens)
@@ -81,14 +81,16 @@ class Corpus:
         return LocalFiles(self._given_files("'<folder>/*.jsonl'"), self.column, self.text_unit)
 
     @cached_property
-    def _split(self) -> tuple[HeldOut, Start]:
+    def _split(self) -> tuple[HeldOutText, Start]:
         return hold_out(self._documents, self._tokenizer, self.validation_tokens)
 
     @cached_property
     def _shards(self) -> Shards:
         shards = Shards(Path(self._given_files("<folder of fpexp data prepare>")).expanduser())
         prepared = {"tokenizer": shards.manifest.corpus["tokenizer"]}
-        check_same(prepared, {"tokenizer": describe(self._tokenizer)}, f"'{shards.folder}' is of another tokenizer")
+        asked = {"tokenizer": describe(self._tokenizer)}
+        mend = f"use task.tokenizer={prepared['tokenizer']['name']}"
+        check_same(prepared, asked, f"'{shards.folder}' is of another tokenizer", mend)
         return shards
 
     def _given_files(self, example: str) -> str:

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from fpexp.errors import FpexpError, UserError
+from fpexp.errors import FpexpError, UserError, first_line
 
 TextUnit = Literal["file", "paragraph", "line"]
 
@@ -50,6 +50,8 @@ def check_file(path: Path, column: str, text_unit: TextUnit) -> None:
     if kind == ".parquet":
         with _explained(path):
             _open_parquet(path, column).close()
+    elif kind in JSON_LINES:
+        next(read_documents(path, 0, column, text_unit), None)
 
 
 def _kind(path: Path) -> str:
@@ -68,9 +70,10 @@ def _explained(path: Path) -> Iterator[None]:
         raise
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text; convert it, or leave it out of task.files") from error
-    except (OSError, EOFError, ValueError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise FpexpError(f"cannot read {path}: {first}; replace the file, or leave it out of task.files") from error
+    except (OSError, EOFError, ValueError, NotImplementedError, RecursionError) as error:
+        raise FpexpError(
+            f"cannot read {path}: {first_line(error)}; replace the file, or leave it out of task.files"
+        ) from error
 
 
 def _open_parquet(path: Path, column: str) -> Any:

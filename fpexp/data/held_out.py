@@ -16,14 +16,14 @@ from fpexp.errors import UserError
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutText:
     """Tokens of validation and test, each (`validation_tokens`,) int64; the two share no document."""
 
     validation: Tensor
     test: Tensor
 
 
-def hold_out(source: Source, tokenizer: Tokenizer, tokens: int) -> tuple[HeldOut, Start]:
+def hold_out(source: Source, tokenizer: Tokenizer, tokens: int) -> tuple[HeldOutText, Start]:
     """Return the held-out tokens, and where training may start.
 
     The first documents of the source's own order whose tokens, separators included, reach `tokens` are validation, the
@@ -44,7 +44,7 @@ def hold_out(source: Source, tokenizer: Tokenizer, tokens: int) -> tuple[HeldOut
         joined = np.concatenate(pieces)[:tokens] if pieces else np.empty(0)
         parts.append(torch.from_numpy(joined.astype(np.int64)))
     start, _ = _next(documents, tokens)
-    return HeldOut(*parts), start
+    return HeldOutText(*parts), start
 
 
 def _documents(source: Source) -> Iterator[tuple[Start, str]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fpexp.data.held_out import HeldOut
+from fpexp.data.held_out import HeldOutText
 from fpexp.data.shards import TOKENIZER, Manifest, TokenFile
 from fpexp.data.stream import TokenStream, check_same
 from fpexp.data.tokenizer import Tokenizer
@@ -26,7 +26,7 @@ VALIDATION, TEST = "validation.bin", "test.bin"
 
 def prepare(
     stream: TokenStream,
-    held_out: HeldOut,
+    held_out: HeldOutText,
     folder: Path,
     *,
     corpus: Mapping[str, Any],
@@ -46,7 +46,7 @@ def prepare(
         with _locked(folder):
             manifest = _open(folder, held_out, corpus, {**order, "shard_tokens": shard_tokens}, tokenizer)
             manifest.check_files(folder)
-            if manifest.tokens >= tokens:
+            if manifest.tokens >= tokens or manifest.ended:
                 return manifest
             if manifest.shards and manifest.shards[-1].tokens < shard_tokens:  # it ended where fewer were asked for
                 manifest = dataclasses.replace(manifest, shards=manifest.shards[:-1])
@@ -77,14 +77,14 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _open(
-    folder: Path, held_out: HeldOut, corpus: Mapping[str, Any], order: Mapping[str, Any], tokenizer: Tokenizer
+    folder: Path, held_out: HeldOutText, corpus: Mapping[str, Any], order: Mapping[str, Any], tokenizer: Tokenizer
 ) -> Manifest:
     """Return the manifest of an earlier call, or begin one."""
     manifest = Manifest.read(folder)
     if manifest is not None:
-        another = f"'{folder}' holds other tokens; name another folder by data.output=<folder>"
-        check_same(manifest.corpus, corpus, another)
-        check_same(manifest.order, order, another)
+        another = (f"'{folder}' holds other tokens", "name another folder by data.output=<folder>")
+        check_same(manifest.corpus, corpus, *another)
+        check_same(manifest.order, order, *another)
         return manifest
     foreign = [path.name for path in folder.iterdir() if not path.name.startswith(".") and not _is_ours(path.name)]
     if foreign:
@@ -123,6 +123,8 @@ def _write_shards(
         else:
             path.unlink()
         if file.tokens < count:
+            manifest = dataclasses.replace(manifest, ended=True)
+            manifest.write(folder)
             break
     return manifest
 

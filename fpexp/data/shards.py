@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fpexp.data.held_out import HeldOut
-from fpexp.data.stream import check_same
+from fpexp.data.held_out import HeldOutText
+from fpexp.data.stream import OTHER_DATA, check_same
 from fpexp.errors import FpexpError, UserError
 from fpexp.randomness import generator
 from fpexp.run_folder import write_json
@@ -53,6 +53,8 @@ class Manifest:
     validation: TokenFile
     test: TokenFile
     shards: list[TokenFile] = field(default_factory=list)
+    ended: bool = False
+    """True where the documents gave no more."""
     format: int = FORMAT
 
     @property
@@ -121,7 +123,7 @@ class Shards:
                 if hashlib.file_digest(handle, "sha256").hexdigest() != file.sha256:
                     raise FpexpError(f"{self.folder / file.name} was changed; remove the folder and prepare it again")
 
-    def held_out(self, tokens: int) -> HeldOut:
+    def held_out(self, tokens: int) -> HeldOutText:
         """Return the first `tokens` tokens of validation and of test."""
         for file in (self.manifest.validation, self.manifest.test):
             if file.tokens < tokens:
@@ -130,7 +132,7 @@ class Shards:
                     f"task.validation_tokens={tokens} to that"
                 )
         files = (self._map(file)[:tokens].astype(np.int64) for file in (self.manifest.validation, self.manifest.test))
-        return HeldOut(*map(torch.from_numpy, files))
+        return HeldOutText(*map(torch.from_numpy, files))
 
     def slice(self, start: int, count: int) -> np.ndarray:
         """Return `count` tokens from `start` on, of one shard or several."""
@@ -181,7 +183,7 @@ class ShardStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the position of a `state_dict`."""
-        check_same(state["corpus"], self._describe(), "the saved position is in other data")
+        check_same(state["corpus"], self._describe(), *OTHER_DATA)
         self._go_to(state["epoch"], state["index"])
 
     def close(self) -> None:

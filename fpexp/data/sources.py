@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fpexp.data.formats import TextUnit, check_column, check_file, check_texts, read_documents
-from fpexp.errors import FpexpError, UserError
+from fpexp.errors import FpexpError, UserError, first_line
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Hub:
                 break
             except (FileNotFoundError, ValueError) as error:  # no such data set; no such configuration or split
                 words = f"task.dataset={self.dataset} task.name={self.name} task.split={self.split}"
-                raise UserError(f"{words}: {_first_line(error)}") from error
+                raise UserError(f"{words}: {first_line(error)}") from error
             except Exception as error:  # whatever the libraries below raise
                 failures += 1
                 self._wait(error, failures, OPEN_TRIES)
@@ -139,18 +139,18 @@ class Hub:
     def _wait(self, error: Exception, failures: int, tries: int) -> None:
         """Sleep before the next of `tries`; raise when there is none."""
         if not _is_network(error):
-            reason = f"{type(error).__name__}: {_first_line(error)}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise FpexpError(
                 f"cannot read {self.dataset} from the hub: {reason}; try a copy of its files: task.source=local"
             ) from error
         if failures == tries or "OfflineModeIsEnabled" in f"{type(error).__name__} {error}":
             raise FpexpError(
-                f"cannot fetch {self.dataset} from the hub ({_first_line(error)}); without a network use "
+                f"cannot fetch {self.dataset} from the hub ({first_line(error)}); without a network use "
                 "task.source=local task.files='<pattern>', or shards made by `fpexp data prepare`: "
                 "task.source=shards task.files=<folder>"
             ) from error
         seconds = FIRST_WAIT * 2 ** (failures - 1)
-        log.warning("%s: %s; try %d of %d in %.0f s", self.dataset, _first_line(error), failures + 1, tries, seconds)
+        log.warning("%s: %s; try %d of %d in %.0f s", self.dataset, first_line(error), failures + 1, tries, seconds)
         time.sleep(seconds)
 
 
@@ -160,7 +160,3 @@ def _is_network(error: BaseException) -> bool:
         return True  # broken files come without a number
     packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return isinstance(error, (ConnectionError, TimeoutError)) or bool(packages & NETWORK_PACKAGES)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

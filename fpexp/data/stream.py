@@ -16,6 +16,11 @@ from fpexp.data.order import Order, Place
 from fpexp.data.tokenizer import Tokenizer, Tokens
 from fpexp.errors import FpexpError, UserError
 
+OTHER_DATA = (
+    "the saved position is in other data",
+    "give back the files and settings that it was saved with, or start a new run",
+)
+
 
 class WindowStream(Protocol):
     """What training reads. The position is of what was handed out, whatever was read ahead."""
@@ -83,7 +88,7 @@ class TokenStream:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go to the place of a `state_dict`."""
-        check_same(state["corpus"], self._corpus, "the saved position is in other data")
+        check_same(state["corpus"], self._corpus, *OTHER_DATA)
         self.close()
         self._go_to(Place(**state["place"]), state["offset"])
 
@@ -147,12 +152,14 @@ class TokenStream:
             self._offset -= len(self._ready.popleft()[1])
 
 
-def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], what: str) -> None:
-    """Raise a `UserError` beginning with `what` that names what differs between two descriptions of a corpus."""
+def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], what: str, mend: str) -> None:
+    """Raise a `UserError` beginning with `what` that names what differs between two descriptions of a corpus, and ends
+    with what to do.
+    """
     differing = sorted(key for key in {*found, *wanted} if _essence(found.get(key)) != _essence(wanted.get(key)))
     if differing:
         key = differing[0]
-        raise UserError(f"{what}: {key} was {_short(found.get(key))} and is {_short(wanted.get(key))}")
+        raise UserError(f"{what}: {key} was {_short(found.get(key))} and is {_short(wanted.get(key))}; {mend}")
 
 
 def _essence(value: Any) -> Any:

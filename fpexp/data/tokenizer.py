@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from fpexp.errors import FpexpError, UserError
+from fpexp.errors import FpexpError, UserError, first_line
 
 if TYPE_CHECKING:
     import tokenizers
@@ -182,7 +182,7 @@ class GPT2(_Library):
             tokenizer = tokenizers.Tokenizer.from_pretrained("gpt2")  # tries several times by itself
         except Exception as error:  # the library raises plain exceptions beside those of the hub
             raise FpexpError(
-                f"cannot fetch the gpt2 tokenizer ({_first_line(error)}); without a network give its tokenizer.json: "
+                f"cannot fetch the gpt2 tokenizer ({first_line(error)}); without a network give its tokenizer.json: "
                 "task.tokenizer=<tokenizer.json>"
             ) from error
         if tokenizer.token_to_id(END_OF_TEXT) != self.separator:
@@ -210,7 +210,7 @@ class TokenizerFile(_Library):
         try:
             tokenizer = tokenizers.Tokenizer.from_str(self._content.decode())
         except Exception as error:  # the library's own are plain exceptions
-            raise UserError(f"{self.name} is no tokenizer.json: {_first_line(error)}") from error
+            raise UserError(f"{self.name} is no tokenizer.json: {first_line(error)}") from error
         if not tokenizer.get_vocab():
             raise UserError(f"the tokenizer {self.name} has no tokens; train it first")
         return tokenizer
@@ -236,7 +236,3 @@ def _written_bytes(token: str) -> int:
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return 1  # a byte that the vocabulary has no character for
     return len(token.removeprefix("##").replace("\u2581", " ").encode())
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

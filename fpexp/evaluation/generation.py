@@ -16,6 +16,7 @@ from fpexp.evaluation.metrics import Accuracy
 from fpexp.machine import autocast
 from fpexp.models import DecodingState, LanguageModel
 from fpexp.randomness import generator
+from fpexp.sharding import gathered
 from fpexp.tasks import IGNORE, Answered
 from fpexp.world import ALONE, World
 
@@ -75,25 +76,17 @@ def measure_generation(experiment: Experiment, task: Answered, length: int, worl
     source = generator(config.seed, "test generation", length)
     was_training = model.training
     model.eval()
-    _hold_weights(model)  # answers end after different numbers of tokens, so weights cannot be fetched for each
     try:
-        for start in range(0, task.generated_samples, config.evaluation.batch_size):
-            size = min(config.evaluation.batch_size, task.generated_samples - start)
-            prompts, answers = (part[world.share] for part in task.sample_prompts(size, length, source))
-            if len(prompts) == 0:
-                continue
-            with autocast(config):
-                read = continue_greedily(model, prompts.to(config.device), task.stop_token, answers.shape[1])
-            tokens = read.tokens.cpu()
-            missing = answers.shape[1] - tokens.shape[1]  # all sequences have stopped before
-            tokens = functional.pad(tokens, (0, missing), value=IGNORE)
-            if task.stop_token is not None:
-                stops = torch.eq(tokens, task.stop_token).cumsum(1)
-                after_the_stop = functional.pad(stops[:, :-1], (1, 0)) > 0  # filled up while others still write
-                tokens = tokens.masked_fill(after_the_stop, IGNORE)
-            accuracy.add_predictions(tokens, answers)
+        with gathered(model):  # answers end after different numbers of tokens, so weights cannot be fetched for each
+            for start in range(0, task.generated_samples, config.evaluation.batch_size):
+                size = min(config.evaluation.batch_size, task.generated_samples - start)
+                prompts, answers = (part[world.share] for part in task.sample_prompts(size, length, source))
+                if len(prompts) == 0:
+                    continue
+                with autocast(config):
+                    read = continue_greedily(model, prompts.to(config.device), task.stop_token, answers.shape[1])
+                accuracy.add_predictions(_up_to_the_stop(read.tokens.cpu(), task.stop_token, answers.shape[1]), answers)
     finally:
-        _release_weights(model)
         model.train(was_training)
     accuracy = accuracy.over(world)
     summary = accuracy.summary()
@@ -101,20 +94,13 @@ def measure_generation(experiment: Experiment, task: Answered, length: int, worl
     return {f"generated_{name}": summary[name] for name in names} if accuracy.sequences else {}
 
 
-def _hold_weights(model: LanguageModel) -> None:
-    """Fetch all weights of which the processes of a run have a part each, for reading without the forward pass."""
-    _tell_shards(model, "unshard")
-
-
-def _release_weights(model: LanguageModel) -> None:
-    """Let go of what `_hold_weights` has fetched."""
-    _tell_shards(model, "reshard")
-
-
-def _tell_shards(model: LanguageModel, method: str) -> None:
-    for module in model.modules():
-        if hasattr(module, method):  # one of FSDP's
-            getattr(module, method)()
+def _up_to_the_stop(tokens: Tensor, stop_token: int | None, length: int) -> Tensor:
+    """Return what was written (B, n) as (B, length), with `IGNORE`, which is never right, behind each first stop."""
+    tokens = functional.pad(tokens, (0, length - tokens.shape[1]), value=IGNORE)  # all sequences have stopped before
+    if stop_token is None:
+        return tokens
+    stops = torch.eq(tokens, stop_token).cumsum(1)
+    return tokens.masked_fill(functional.pad(stops[:, :-1], (1, 0)) > 0, IGNORE)
 
 
 def state_bytes(state: Any) -> int:

@@ -100,8 +100,12 @@ def _prefix_rows(
 
 
 def _holding(task: Task, drawn: dict[int, int], length: int) -> int:
-    """Return how many training sequences hold a sample of `length`: longer ones too, where prefixes are samples."""
-    return sum(n for other, n in drawn.items() if other == length or (task.prefixes_are_samples and other > length))
+    """Return how many training sequences hold a sample of `length`: longer ones too, where prefixes are samples.
+
+    They are in every text, though text that is held out is measured window by window.
+    """
+    in_longer = task.prefixes_are_samples or isinstance(task, HeldOut)
+    return sum(n for other, n in drawn.items() if other == length or (in_longer and other > length))
 
 
 def _forward(

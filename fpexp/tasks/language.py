@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fpexp.data import Corpus, WindowStream
 from fpexp.data.formats import TextUnit
@@ -96,10 +97,12 @@ class Language:
         inputs, targets = text[:-1], text[1:]
         missing = -len(inputs) % length
         mask = torch.arange(len(inputs) + missing) < len(inputs)
-        parts = [torch.cat([part, part.new_full((missing,), fill)]) for part, fill in ((inputs, 0), (targets, IGNORE))]
-        rows = [part.view(-1, length).split(batch_size) for part in (*parts, mask)]
-        for row_inputs, row_targets, row_mask in zip(*rows, strict=True):
-            yield Batch(row_inputs, row_targets, None if bool(row_mask.all()) else row_mask)
+        parts = [functional.pad(part, (0, missing), value=fill) for part, fill in ((inputs, 0), (targets, IGNORE))]
+        whole = Batch(*(part.view(-1, length) for part in (*parts, mask)))
+        for start in range(0, len(whole.inputs), batch_size):
+            rows = whole.rows(slice(start, start + batch_size))
+            padded = start + batch_size >= len(whole.inputs) and missing
+            yield rows if padded else Batch(rows.inputs, rows.targets)
 
     def sample(self, size: int, length: int, generator: torch.Generator) -> Batch:
         """Draw windows of the validation text, each from anywhere in it."""
@@ -111,12 +114,15 @@ class Language:
 
     def read_prompt(self, text: str) -> Tensor:
         """Return the tokens of a text behind a separator, as at the beginning of a document."""
-        tokens = self.tokenizer.encode(text)
+        try:
+            tokens = self.tokenizer.encode(text)
+        except UnicodeEncodeError as error:
+            raise UserError("the prompt is not UTF-8 text; write it in that encoding") from error
         return torch.tensor([self.tokenizer.separator, *tokens.tolist()])
 
     def write(self, tokens: Tensor) -> str:
-        """Return tokens as text, without the separator at the beginning."""
-        numbers = tokens.tolist()
+        """Return tokens as text, without the separator at the beginning and what only pads the vocabulary."""
+        numbers = [token for token in tokens.tolist() if token < self.tokenizer.vocabulary_size]
         return self.tokenizer.decode(numbers[1:] if numbers[:1] == [self.tokenizer.separator] else numbers)
 
     def input_length(self, length: int) -> int:

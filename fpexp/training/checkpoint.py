@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fpexp.errors import FpexpError, UserError
 from fpexp.run_folder import write_json
-from fpexp.training.distributed import shared_like, whole
+from fpexp.sharding import shared_like, whole
 
 _NAME = re.compile(r"step_(\d+)\.safetensors")
 _COMPILED_PREFIX = "_orig_mod."
@@ -102,11 +102,6 @@ def first_non_finite(weights: Mapping[str, Tensor]) -> str:
     return next((name for name, tensor in weights.items() if not tensor.isfinite().all()), "")
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> Path:
-    """Write `step`'s checkpoint beside the others; on failure they stay as they were and an `FpexpError` says so."""
-    return write(folder, step, collect(model, optimizer), state)
-
-
 def collect(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = True) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, whole ones also where the processes of a run have a part each.
 
@@ -128,7 +123,7 @@ def collect(model: nn.Module, optimizer: torch.optim.Optimizer, keep: bool = Tru
 
 
 def write(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
-    """Write what was collected, as `save` does."""
+    """Write `step`'s checkpoint beside the others; on failure they stay as they were and an `FpexpError` says so."""
     path = _path(folder, step)
     temporary = folder / f".{path.name}.partial"
     try:
@@ -156,9 +151,9 @@ def prune(folder: Path, keep: int) -> None:
             path.unlink()
 
 
-def mark_best(folder: Path, step: int, accuracy: float) -> None:
+def mark_best(folder: Path, step: int, accuracy: float, loss: float) -> None:
     """Remember which step did best in validation."""
-    write_json(folder / "best.json", {"step": step, "sequence_accuracy": accuracy})
+    write_json(folder / "best.json", {"step": step, "sequence_accuracy": accuracy, "loss": loss})
 
 
 def best_step(folder: Path) -> int | None:

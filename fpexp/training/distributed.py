@@ -8,13 +8,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fpexp.config.run import RunConfig
 from fpexp.errors import UserError
 from fpexp.models import LanguageModel
+from fpexp.sharding import whole
 from fpexp.tasks import Batch
 from fpexp.world import World
 
@@ -69,23 +70,6 @@ def _shard(model: LanguageModel, device: str, world: World) -> None:
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor of which each process may have a part; every process must ask."""
-    fetch: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-    return tensor if fetch is None else fetch()
-
-
-def shared_like(tensor: Tensor, target: Tensor) -> Tensor:
-    """Return of a whole tensor, which all processes have, what this one keeps of `target`."""
-    if not hasattr(target, "full_tensor"):
-        return tensor
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(target, DTensor)
-    mesh = target.device_mesh
-    return distribute_tensor(tensor.to(mesh.device_type), mesh, target.placements, src_data_rank=None)
 
 
 def gradient_norm(model: nn.Module, limit: float) -> float:

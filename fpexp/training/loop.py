@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from contextlib import closing
@@ -18,7 +19,7 @@ from fpexp.evaluation.metrics import Accuracy, LayerStatistics, summed_loss
 from fpexp.machine import autocast
 from fpexp.randomness import derive_seed, generator
 from fpexp.run_folder import RunFolder
-from fpexp.tasks import Batch
+from fpexp.tasks import Batch, HeldOut
 from fpexp.tracking.tracker import Tracker
 from fpexp.training import checkpoint
 from fpexp.training.batches import Batches
@@ -39,6 +40,7 @@ class Progress:
     seconds: float = 0.0  # of training, over all sittings
     validated_at: int = -1
     best_accuracy: float = -1.0
+    best_loss: float | None = None  # at that accuracy
     skipped: int = 0
     skipped_in_a_row: int = 0
     stopped_early: bool = False
@@ -67,6 +69,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, self.config)
         self.batches = Batches(experiment.task, self.config.batch_size, experiment.config.seed)
         self.progress = Progress()
+        self._saved: Progress | None = None  # as it was when it was last saved
         torch.manual_seed(derive_seed(experiment.config.seed, "dropout"))
 
     def restore(self, saved: checkpoint.Checkpoint) -> None:
@@ -76,6 +79,7 @@ class Trainer:
         saved.load_randomness()
         self.batches.load_state_dict(saved.state)
         self.progress = Progress(**saved.state["progress"])
+        self._saved = dataclasses.replace(self.progress)
 
     def fit(self) -> None:
         """Train to the end. On a signal the state is saved before `Interrupted` goes on."""
@@ -100,9 +104,15 @@ class Trainer:
         self.save()
 
     def save(self) -> None:
-        """Write a checkpoint of the present step and drop the old ones; weights that are not finite are refused."""
+        """Write a checkpoint of the present step and drop the old ones; weights that are not finite are refused.
+
+        Where nothing has happened since the last one, that one stays.
+        """
+        if self.progress == self._saved:
+            return
         tensors = checkpoint.collect(self.model, self.optimizer, keep=self.world.is_first)
         self.world.by_first(lambda: self._write(tensors))
+        self._saved = dataclasses.replace(self.progress)
 
     def _write(self, tensors: dict[str, Tensor]) -> None:
         if bad := checkpoint.first_non_finite(checkpoint.weights_of(tensors)):
@@ -200,15 +210,23 @@ class Trainer:
         with self.interruption.at_once():
             longest, look = self.experiment.task.lengths.max, self.interruption.look
             row = evaluate_length(self.experiment, longest, samples, "validation", 0, self.world, look)
-        accuracy, goal = row["sequence_accuracy"], self.config.stop_at_accuracy
-        best = accuracy > self.progress.best_accuracy
+        # No window of text is right as a whole, but by chance.
+        accuracy = 0.0 if isinstance(self.experiment.task, HeldOut) else row["sequence_accuracy"]
+        best = self._is_best(accuracy, row["loss"])
+        if best:
+            self.progress.best_accuracy, self.progress.best_loss = accuracy, row["loss"]
+        goal = self.config.stop_at_accuracy
         self.progress.validated_at = step
-        self.progress.best_accuracy = max(accuracy, self.progress.best_accuracy)
         self.progress.stopped_early = goal is not None and accuracy >= goal
         self._log("validation", row)
         self.save()
         if best and self.world.is_first:
-            checkpoint.mark_best(self.run.checkpoints, step, accuracy)
+            checkpoint.mark_best(self.run.checkpoints, step, accuracy, row["loss"])
+
+    def _is_best(self, accuracy: float, loss: float) -> bool:
+        """Tell whether a validation is better than all before: in accuracy, or as good in that and better in loss."""
+        before, least = self.progress.best_accuracy, self.progress.best_loss
+        return accuracy > before or (accuracy == before and least is not None and loss < least)
 
     def _log(self, kind: str, numbers: dict[str, Any]) -> None:
         progress = self.progress

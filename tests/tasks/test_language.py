@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -19,8 +17,9 @@ from fpexp.errors import FpexpError, UserError
 from fpexp.evaluation.length_curve import evaluate_length
 from fpexp.evaluation.metrics import summed_loss
 from fpexp.randomness import generator
-from fpexp.run_folder import RunFolder
+from fpexp.run_folder import RunFolder, read_rows
 from fpexp.tasks import IGNORE, Language
+from fpexp.training.checkpoint import best_step
 
 SEPARATOR = 256
 WORDS = ["one", "two", "three", "four", "five", "six", "seven"]
@@ -244,7 +243,41 @@ def test_missing_files_leave_no_run(cli: CommandLine) -> None:
     assert not cli.runs()
 
 
-def test_an_iterator_of_held_out_batches_is_lazy(corpus: str) -> None:
-    """Looking at the first window reads no more than it: `fpexp train` looks before it makes a run."""
-    batches: Iterator[object] = language(corpus).held_out("validation", 1, 1)
-    assert len(list(islice(batches, 1))) == 1
+def test_a_prompt_that_is_not_text_is_refused(corpus: str) -> None:
+    with pytest.raises(UserError, match="not UTF-8"):
+        language(corpus).read_prompt("h\udcff")
+
+
+def test_what_only_pads_the_vocabulary_is_not_written(corpus: str) -> None:
+    task = language(corpus, "task.vocabulary_size=320")
+    assert task.write(torch.tensor([SEPARATOR, 104, 300, 105])) == "hi"
+
+
+def test_the_best_checkpoint_is_that_of_the_least_loss(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No window is right as a whole, or by chance; later losses are lower, but for the last."""
+    losses = iter([(5.0, 0.0), (4.0, 0.0), (3.0, 0.0), (3.5, 0.1)])
+
+    def evaluate(*arguments: object) -> dict[str, object]:
+        loss, accuracy = next(losses)
+        return {"length": 16, "loss": loss, "sequence_accuracy": accuracy}
+
+    monkeypatch.setattr("fpexp.training.loop.evaluate_length", evaluate)
+    config = compose(["model=lstm", *words(corpus, f"results_dir={tmp_path}/results", "training.evaluate_every=2")])
+    run = RunFolder.create(config)
+    sit(run, build(config), Recorder())
+    assert best_step(run.checkpoints) == 6
+
+
+def test_shorter_windows_are_in_what_training_has_read(corpus: str, cli: CommandLine) -> None:
+    """CASES.md 23."""
+    assert cli("train", "model=lstm", *words(corpus, "evaluation.lengths=[7,16,17]")).code == 0
+    rows = read_rows(cli.runs()[-1].curve)
+    assert [row["seen_in_training"] for row in rows] == [True, True, False]
+    assert all(row["expected_overlap"] is None for row in rows)
+
+
+def test_held_out_text_is_measured_whole(corpus: str, cli: CommandLine) -> None:
+    assert cli("train", "model=lstm", *words(corpus)).code == 0
+    cli("evaluate", f"run={cli.runs()[-1].id}", "samples=1").refused("samples", "held-out")

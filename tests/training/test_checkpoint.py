@@ -30,8 +30,12 @@ def make(width: int = 3, steps: int = 2) -> tuple[nn.Module, torch.optim.Optimiz
     return model, optimizer
 
 
+def write(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+    return checkpoint.write(folder, step, checkpoint.collect(model, optimizer), state)
+
+
 def save(folder: Path, step: int, **state: Any) -> Path:
-    return checkpoint.save(folder, step, *make(), state)
+    return write(folder, step, *make(), state)
 
 
 def names(folder: Path) -> list[str]:
@@ -45,7 +49,7 @@ def truncate(path: Path) -> None:
 def test_everything_comes_back(tmp_path: Path) -> None:
     model, optimizer = make()
     torch.manual_seed(3)
-    path = checkpoint.save(tmp_path, 7, model, optimizer, {"progress": {"seconds": 0.1}, "lengths": [[2, 8]]})
+    path = write(tmp_path, 7, model, optimizer, {"progress": {"seconds": 0.1}, "lengths": [[2, 8]]})
     expected_draw = torch.rand(2)
 
     saved = checkpoint.read(path)
@@ -68,7 +72,7 @@ def test_moments_continue_to_the_same_weights(tmp_path: Path) -> None:
     model, optimizer = make(steps=5)
     half, half_optimizer = make(steps=2)
     half.load_state_dict(model.state_dict())
-    checkpoint.save(tmp_path, 5, model, optimizer, {})
+    write(tmp_path, 5, model, optimizer, {})
     checkpoint.read(tmp_path / "step_00000005.safetensors").load_optimizer(half_optimizer)
     for m, o in ((model, optimizer), (half, half_optimizer)):
         o.zero_grad()
@@ -143,7 +147,7 @@ for round in range(20):
             step += 1
             with torch.no_grad():
                 model.weight.fill_(step)
-            checkpoint.save(folder, step, model, optimizer, {})
+            checkpoint.write(folder, step, checkpoint.collect(model, optimizer), {})
             os.write(writer, b"%d\\n" % step)
             checkpoint.prune(folder, 2)
     os.close(writer)
@@ -241,7 +245,7 @@ def test_other_names_are_no_checkpoints(tmp_path: Path) -> None:
 def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 3, 999, 1000):
         save(tmp_path, step)
-    checkpoint.mark_best(tmp_path, 2, 0.5)
+    checkpoint.mark_best(tmp_path, 2, 0.5, 1.0)
     for left in (
         ".step_00000004.safetensors.partial",
         ".tmpX4Ssqz",
@@ -254,7 +258,7 @@ def test_prune_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         "step_00000999.safetensors",
         "step_00001000.safetensors",
     ]
-    checkpoint.mark_best(tmp_path, 1000, 0.6)
+    checkpoint.mark_best(tmp_path, 1000, 0.6, 1.0)
     checkpoint.prune(tmp_path, 2)
     assert checkpoint.best_step(tmp_path) == 1000
     assert names(tmp_path) == ["best.json", "step_00000999.safetensors", "step_00001000.safetensors"]
@@ -285,7 +289,7 @@ def test_compiled_model_loads_in_a_plain_one(tmp_path: Path) -> None:
     inner, optimizer = make()
     inner[1] = Compiled(inner[1])
     for step, model in enumerate((Compiled(whole), inner)):
-        path = checkpoint.save(tmp_path, step, model, optimizer, {})
+        path = write(tmp_path, step, model, optimizer, {})
         plain, _ = make(steps=0)
         checkpoint.read(path).load_model(plain)
         saved = list(model.state_dict().values())

@@ -18,6 +18,7 @@ from runs import Answer, Recorder, assert_steps_stand_once, sit, stop_at, tiny
 
 from fpexp.build import build
 from fpexp.cli import main
+from fpexp.config.compose import compose
 from fpexp.config.run import RunConfig
 from fpexp.errors import EndedElsewhere, Interrupted, UserError
 from fpexp.evaluation.metrics import Accuracy, BackwardStatistics, LayerStatistics, SolveStatistics
@@ -117,6 +118,7 @@ SAME = {
     "lstm": ("lstm", []),
     "lstm accumulated": ("lstm", ["training.accumulation=2"]),
     "lstm unscored rows": ("lstm", ["precision=float64"]),
+    "lstm text": ("lstm", []),
     "lstm streamed": ("lstm", ["model.layers=2"]),
     "fp_mamba_h picard": ("fp_mamba_h", [*EXACT, "precision=float64"]),
     "fp_mamba_h sequential": ("fp_mamba_h", ["solver=sequential", "training.accumulation=2"]),
@@ -136,8 +138,20 @@ SAME = {
 TASKS = {"streamed": "parts.Reading", "unscored": "parts.EveryOther", "writes": "parts.Writing"}
 
 
+TEXT = "\n\n".join(" ".join(str(i * j) for j in range(i % 7 + 3)) for i in range(40))
+
+
+def text_words(results_dir: Path) -> list[str]:
+    text = ["task=fineweb", "task.source=local", "task.files=text.txt", "task.text_unit=paragraph", "task.context=8"]
+    sizes = ["task.validation_tokens=60", "task.shuffle_buffer=4", "model.d_model=16", "evaluation.lengths=[2,4]"]
+    steps = ["training.log_every=1", "evaluation.batch_size=3", f"results_dir={results_dir}"]
+    return ["model=lstm", *text, *sizes, *STEPS, *steps, "training.warmup_steps=0"]
+
+
 def of_case(name: str, results_dir: Path) -> RunConfig:
     model, words = SAME[name]
+    if "text" in name:
+        return compose(text_words(results_dir))
     config = tiny(results_dir, *STEPS, *words, model=model)
     targets = [target for word, target in TASKS.items() if word in name]
     tree = config.to_dict()
@@ -180,6 +194,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Launch:
     folder = tmp_path_factory.mktemp("launch")
     (folder / "parts.py").write_text(PARTS)
     (folder / "worker.py").write_text(WORKER)
+    (folder / "text.txt").write_text(TEXT)
     sys.path.insert(0, str(folder))
     commands: dict[str, list[str]] = {}
 
@@ -255,6 +270,7 @@ def test_numbers_are_those_of_one_process(
 ) -> None:
     """Losses, accuracies, solver statistics, gradient norms, validation, curve and weights."""
     monkeypatch.syspath_prepend(launch.folder)
+    monkeypatch.chdir(launch.folder)
     run = launch.succeeded(name)
     config = of_case(name, tmp_path)
     (tmp_path / "run.json").write_text(json.dumps(config.to_dict()))
