@@ -36,7 +36,7 @@ def evaluate_length(
 ) -> dict[str, Any]:
     """Return the accuracies and solver statistics over `samples` fresh sequences of one length."""
     task, accuracy, statistics = experiment.task, Accuracy(), LayerStatistics()
-    text = TextStatistics.of(task.byte_lengths) if isinstance(task, HeldOut) else None
+    text = TextStatistics.of(task.vocabulary_size) if isinstance(task, HeldOut) else None
     for batch, output in _forward(experiment, length, samples, split, index, world, between_batches):
         if batch is None:
             statistics.expect(len(output.solves))
@@ -46,8 +46,11 @@ def evaluate_length(
         if text is not None:
             text.add(batch.targets)
     accuracy, statistics = accuracy.over(world), statistics.over(world)
-    perplexities = {} if text is None else text.over(world).summary(accuracy.loss)
-    return {"length": length, **accuracy.summary(), **perplexities, **statistics.summary()}
+    row = {"length": length, **accuracy.summary(), **statistics.summary()}
+    if text is not None and isinstance(task, HeldOut):
+        text = text.over(world)
+        row |= text.summary(accuracy.loss, task.count_bytes(text.counts))
+    return row
 
 
 def length_curve(

@@ -78,15 +78,14 @@ def scaled_accuracy(accuracy: float | None, chance: float) -> float | None:
 
 @dataclass
 class TextStatistics:
-    """How often each token was scored, (V,), of a text whose tokens stand for `byte_lengths` (V,) bytes."""
+    """How often each token of a text was scored: `counts` (V,)."""
 
-    byte_lengths: Tensor
     counts: Tensor
 
     @classmethod
-    def of(cls, byte_lengths: Tensor) -> TextStatistics:
+    def of(cls, vocabulary_size: int) -> TextStatistics:
         """Return those of no text."""
-        return cls(byte_lengths, torch.zeros_like(byte_lengths))
+        return cls(torch.zeros(vocabulary_size, dtype=torch.long))
 
     def add(self, targets: Tensor) -> None:
         """Count a batch: targets (B, T) as in `Batch`."""
@@ -95,13 +94,13 @@ class TextStatistics:
     def over(self, world: World) -> TextStatistics:
         """Return the counts over all processes."""
         counts = torch.tensor(world.gather(self.counts.tolist()), dtype=torch.float64).sum(0)
-        return TextStatistics(self.byte_lengths, counts.long())
+        return TextStatistics(counts.long())
 
-    def summary(self, loss: float) -> dict[str, Any]:
-        """Return perplexities of a model with `loss` nats on the whole text, and the best that one distribution for
-        all positions could have.
+    def summary(self, loss: float, text_bytes: int) -> dict[str, Any]:
+        """Return perplexities of a model with `loss` nats on the whole text of so many bytes, and the best that one
+        distribution for all positions could have.
         """
-        tokens, text_bytes = int(self.counts.sum()), int((self.counts * self.byte_lengths).sum())
+        tokens = int(self.counts.sum())
         shares = self.counts / tokens
         return {
             "perplexity": _exp(loss, tokens),

@@ -10,7 +10,6 @@ two documents "ab" and "c", `|` the separator and a context of 4:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -76,14 +75,6 @@ class Language:
         self.chance = 1 / self.vocabulary_size
         self.check_length(context, "task.context")
 
-    @cached_property
-    def byte_lengths(self) -> Tensor:
-        """How many bytes of text each token stands for (V,): none for a separator and for what pads the vocabulary."""
-        lengths = torch.zeros(self.vocabulary_size, dtype=torch.int64)
-        known = torch.from_numpy(self.tokenizer.byte_lengths)
-        lengths[: len(known)] = known
-        return lengths
-
     def open_stream(self, seed: int) -> TextStream:
         """Return the training windows, in the order of a seed."""
         return TextStream(self.corpus.stream(self.context, seed))
@@ -103,6 +94,11 @@ class Language:
             rows = whole.rows(slice(start, start + batch_size))
             padded = start + batch_size >= len(whole.inputs) and missing
             yield rows if padded else Batch(rows.inputs, rows.targets)
+
+    def count_bytes(self, counts: Tensor) -> int:
+        """Return the bytes of so many of each token (V,): a separator and what pads the vocabulary stand for none."""
+        lengths = torch.from_numpy(self.tokenizer.byte_lengths)
+        return int((counts[: len(lengths)] * lengths).sum())
 
     def sample(self, size: int, length: int, generator: torch.Generator) -> Batch:
         """Draw windows of the validation text, each from anywhere in it."""

@@ -139,11 +139,12 @@ class Streamed(Protocol):
 class HeldOut(Protocol):
     """A task with a fixed text to measure on, whatever the seed."""
 
-    byte_lengths: Tensor
-    """How many bytes of text each token stands for (V,)."""
-
     def held_out(self, split: str, length: int, batch_size: int) -> Iterator[Batch]:
         """Yield all of the split `validation` or `test`, in sequences of `length`."""
+        ...
+
+    def count_bytes(self, counts: Tensor) -> int:
+        """Return how many bytes of text the tokens stand for, given how often each of them is there (V,)."""
         ...
 
 
