@@ -32,7 +32,7 @@ commands:
   fpexp --version
 
 first steps:
-  fpexp train task=a5 model=fp_mamba_k
+  fpexp train task=a4 model=fp_mamba_k
   fpexp runs
 
 exit codes: 0 done, 1 failure, 2 a mistake in what was asked for, 130 Ctrl-C, 143 SIGTERM, 140 SIGUSR2"""

@@ -6,6 +6,7 @@ Of several processes the first one writes; the others compute their share, know 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -104,16 +105,16 @@ def _carry_out(
     resuming: bool = False,
     saved: Checkpoint | None = None,
 ) -> None:
+    begun = False
     with Interruption(world) as interruption:
         try:
-            if world.is_first:
-                run.write_status("running")
             parameters = experiment.model.parameter_count()
             trainer = Trainer(experiment, run, tracker, interruption, world)
             if saved is not None:
                 trainer.restore(saved)
-            step = trainer.progress.step
+            step, begun = trainer.progress.step, True
             if world.is_first:
+                run.write_status("running")
                 described = describe(experiment.config, parameters, words)
                 run.add_sitting({"from_step": step, **described, "processes": world.size})
             tracker.start(RunStart(run, experiment.config, parameters, step if resuming else None, experiment.notes))
@@ -126,6 +127,8 @@ def _carry_out(
         except BaseException as error:
             if not world.is_first:
                 _end_silently(error, experiment.config, world)
+            if resuming and not begun and isinstance(error, FpexpError):
+                raise  # nothing has happened to the run
             _end_badly(run, experiment.config, tracker, error)
 
 
@@ -171,15 +174,18 @@ def _end_badly(run: RunFolder, config: RunConfig, tracker: Tracker, error: BaseE
         if isinstance(error, Interrupted):
             raise Interrupted(error.signum, f"{error}; the state is saved, go on with: {resume}") from None
         raise error
-    reason = _reason(error, config)
+    reason, told = _reason(error, config), ""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        reason = f"the disk of {run.path} is full; free some space and go on with: {resume}"
     with suppress(Exception):
         tracker.finish("failed")
     with suppress(OSError):  # where the disk is full, what is told below still reaches the user
         run.write_status("failed", reason=reason)
         (run.path / "traceback.txt").write_text("".join(traceback.format_exception(error)))
+        told = f"; traceback in {run.path / 'traceback.txt'}"
     if isinstance(error, FpexpError):
         raise error
-    raise FpexpError(f"run {run.id} failed: {reason}; traceback in {run.path / 'traceback.txt'}") from error
+    raise FpexpError(f"run {run.id} failed: {reason}{told}") from error
 
 
 def _reason(error: BaseException, config: RunConfig) -> str:

@@ -25,6 +25,8 @@ T = TypeVar("T")
 TIMEOUT = timedelta(minutes=10)
 """How long a process waits for the others: more than a checkpoint, a picture or a slow share of an evaluation take."""
 
+_START = "start with torchrun --nproc-per-node=<n> -m fpexp train, or unset RANK, LOCAL_RANK and WORLD_SIZE"
+
 LOST_CONTACT = "another process of the run has ended or does not answer"
 
 
@@ -38,11 +40,17 @@ class World:
 
     @classmethod
     def from_environment(cls) -> World:
-        """Return the world that torchrun describes; of one process without it."""
-        try:
-            return cls(*(int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
-        except (KeyError, ValueError):
+        """Return the world that torchrun describes, of one process without it; a `UserError` where that is nonsense."""
+        given = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+        if None in given.values():
             return cls()
+        try:
+            world = cls(*(int(value or "") for value in given.values()))
+        except ValueError:
+            world = cls(size=0)
+        if not (0 <= world.rank < world.size and 0 <= world.local_rank < world.size):
+            raise UserError(f"{', '.join(f'{k}={v}' for k, v in given.items())} is no place in a run; {_START}")
+        return world
 
     @property
     def is_alone(self) -> bool:
@@ -69,7 +77,10 @@ class World:
         if on_gpu:
             torch.cuda.set_device(self.local_rank)  # device=cuda is from now on this process's own
         with self._answered():
-            distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+            try:
+                distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+            except ValueError as error:  # no address to meet at
+                raise UserError(f"the other {self.size - 1} processes cannot be found; {_START}") from error
         atexit.register(gc.collect)  # DDP is a cycle; left to the interpreter's own end it may abort the process
         yield
         gc.collect()

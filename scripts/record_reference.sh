@@ -8,7 +8,9 @@ for run in "$@"; do
     [ ! -e "$target" ] || { echo "$target is there already" >&2; exit 1; }
     mkdir -p "$target"
     for file in config.yaml environment.json status.json metrics.jsonl curve.jsonl; do
-        # where it was written on that machine is nobody's business
-        sed -e 's/ results_dir=[^ "]*//' -e 's/^results_dir: .*/results_dir: results/' "$run/$file" > "$target/$file"
+        # where things lie on that machine is nobody's business
+        sed -e 's/ results_dir=[^ "]*//' -e 's/^results_dir: .*/results_dir: results/' \
+            -e 's#^\( *files: \)/.*/#\1<folder>/#' -e 's#\(task.files=\)/[^ "]*/#\1<folder>/#' \
+            "$run/$file" > "$target/$file"
     done
 done

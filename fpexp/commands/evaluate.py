@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,11 +69,14 @@ def _measure(loaded: LoadedRun, chosen: dict[str, Any]) -> tuple[list[dict[str, 
     from fpexp.reporting.figures import draw_curves
     from fpexp.reporting.store import read_curve
     from fpexp.run_folder import append_row, make_unique
-    from fpexp.tasks import HeldOut
+    from fpexp.tasks import HeldOut, Streamed
     from fpexp.training.interruption import Interruption
 
     if "samples" in chosen and isinstance(loaded.experiment.task, HeldOut):
         raise UserError("samples has no meaning for held-out text, which is measured whole; leave it out")
+    if isinstance(loaded.experiment.task, Streamed):  # text that is not what it was may have been trained on
+        with closing(loaded.experiment.task.open_stream(loaded.experiment.config.seed)) as stream:
+            stream.load_state_dict(loaded.state["stream"])
     config = loaded.experiment.config
     settings = dataclasses.replace(config.evaluation, **chosen)
     for length in settings.lengths:

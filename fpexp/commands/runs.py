@@ -15,6 +15,7 @@ def run(arguments: list[str]) -> int:
     if not summaries:
         print(f"no runs under {results_dir}/runs yet; `fpexp train task=a4 model=lstm` makes one")
         return 0
+    text = any(summary.perplexity is not None for summary in summaries)
     rows = [
         [
             s.id,
@@ -23,10 +24,12 @@ def run(arguments: list[str]) -> int:
             s.state,
             _accuracy(s.training_length, s.accuracy),
             _accuracy(s.far_length, s.far_accuracy),
+            *(["-" if s.perplexity is None else f"{s.perplexity:.4g} @{s.training_length}"] if text else []),
         ]
         for s in summaries
     ]
-    print_table("runs", ["id", "task", "model", "status", "accuracy", "at 4x length"], rows)
+    columns = ["id", "task", "model", "status", "accuracy", "at 4x length", *(["perplexity"] if text else [])]
+    print_table("runs", columns, rows)
     return 0
 
 

@@ -183,9 +183,12 @@ def _summarise(folder: Path, total: int, signum: int | None) -> int:
 
 def _show_curves(curves: Sequence[Any]) -> None:
     lengths = sorted({row["length"] for curve in curves for row in curve.rows})
-    rows = []
-    for curve in curves:
-        accuracy = {row["length"]: row["token_accuracy"] for row in curve.rows}
-        shown = [f"{accuracy[n]:.3f}" if n in accuracy else "-" for n in lengths]
-        rows.append([f"{curve.task} {curve.model} seed {curve.seed}", *shown])
-    print_table("token accuracy by length", ["run", *map(str, lengths)], rows)
+    for key, title, spec in (("token_accuracy", "token accuracy", ".3f"), ("perplexity", "perplexity", ".4g")):
+        rows = []
+        for curve in curves:
+            values = {row["length"]: format(row[key], spec) for row in curve.rows if row.get(key) is not None}
+            if values:
+                name = f"{curve.task} {curve.model} seed {curve.seed}"
+                rows.append([name, *(values.get(length, "-") for length in lengths)])
+        if rows:
+            print_table(f"{title} by length", ["run", *map(str, lengths)], rows)

@@ -26,11 +26,12 @@ keys, with their defaults (??? is set by the scale):
 The keys of a task, model, solver, schedule or gradient stand in its file, with reasons: {conf}/<group>/<choice>.yaml"""
 
 EVALUATE = """\
-usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=1024] [batch_size=256]
+usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=<n>] [batch_size=<n>]
                       [checkpoint=newest|best] [device=cpu] [results_dir=results]
 
 Measures a recorded run's checkpoint at other lengths, prints the rows and keeps them with a picture under the
-run's evaluations/ folder."""
+run's evaluations/ folder. What is not named is as in the run's config. Where all lengths are read off one pass, as on
+word problems, the sequences are drawn at the longest of them, so another longest length means other sequences."""
 
 GENERATE = """\
 usage: fpexp generate run=<run id or folder> prompt='<text>' [limit=<tokens>] [checkpoint=newest|best] [device=cpu]

@@ -151,6 +151,8 @@ def _check_top_level(override: Override) -> None:
 def _missing(error: MissingConfigException) -> str:
     options = error.options or []
     name = str(error.missing_cfg_file)
+    if "submitit" in name:
+        return f"{name} needs Hydra's submitit launcher; install it with pip install 'fpexp[slurm]'"
     return f"no config file '{name}'{did_you_mean(name.rpartition('/')[2], options)} ({', '.join(options)})"
 
 

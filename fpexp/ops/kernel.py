@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
 import torch
 
 from fpexp.ops.backend import say_once
+
+_SLOW = 3.0
+"""Seconds after which a kernel is being compiled and not read from disk."""
 
 _LEAST_WORK = 2**19
 """Inner steps for which a thread is worth waking: 0.1 ms of the selective scan forward, 0.25 ms backward."""
@@ -42,6 +47,7 @@ class Kernel:
     """
 
     def __init__(self, jit: Callable[..., Any], function: Callable[..., None], **options: Any) -> None:
+        self._called = False
         self._compile_in_memory = lambda: jit(**options)(function)
         try:
             self._compiled = _stamp(jit(cache=True, **options)(function))
@@ -78,6 +84,10 @@ class Kernel:
 
     def __call__(self, first: int, last: int, *arguments: Any) -> None:
         """Do tasks `first` to `last` (not included) in this thread."""
+        if not self._called:
+            self._called = True
+            with _told_when_slow():
+                self(0, 0, *arguments)  # compiles, or reads what is kept
         try:
             self._compiled(first, last, *arguments)
         except OSError as error:  # a kernel does no input or output: the cache could not be read or written
@@ -98,6 +108,17 @@ def _stamp(compiled: Any) -> Any:
         sources = [file.stat() for file in sorted(Path(__file__).parent.rglob("*.py"))]
         compiled._cache._cache_file._source_stamp = tuple((stat.st_mtime, stat.st_size) for stat in sources)
     return compiled
+
+
+@contextmanager
+def _told_when_slow() -> Iterator[None]:
+    timer = Timer(_SLOW, say_once, ["compiling kernels: up to two minutes, once for each kind of model"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 _pools: list[ThreadPoolExecutor] = []

@@ -13,7 +13,7 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
     """Draw token accuracy (solid) and last-token accuracy (dashed) against length, one colour a model; PNG at `path`.
 
     Where a model has written answers by itself, the share that is right as a whole is dotted. The longest training
-    length and chance (grey) are marked.
+    length and chance (grey) are marked. Curves of text, if all are, show perplexity and the unigram's (grey).
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -21,31 +21,45 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
+    rows = [row for curve in curves for row in curve.rows]
+    text = bool(rows) and all(row.get("perplexity") for row in rows)
+    draw = _draw_perplexity if text else _draw_accuracy
+    levels = sorted({row["unigram_perplexity"] for row in rows} if text else {c.chance for c in curves if c.chance})
     names = sorted({_name(curve) for curve in curves})
     for name in names:
         members = [curve for curve in curves if _name(curve) == name and curve.rows]
         for index, curve in enumerate(members):
-            _draw_curve(axes, curve, f"C{names.index(name) % 10}", _label(name, members) if index == 0 else None)
-    for chance in sorted({curve.chance for curve in curves if curve.chance}):
-        axes.axhline(chance, color="0.7", lw=1)
+            draw(axes, curve, f"C{names.index(name) % 10}", _label(name, members) if index == 0 else None)
+    for level in levels:
+        axes.axhline(level, color="0.7", lw=1)
     for length in sorted({curve.trained_to for curve in curves if curve.trained_to}):
         axes.axvline(length, color="0.4", lw=1, ls=":")
-        axes.annotate(
-            "longest in training", (length, 0.02), fontsize=7, color="0.4", rotation=90, va="bottom", ha="right"
-        )
-    label = "accuracy: every token (solid), last token (dashed)"
-    if any("generated_sequence_accuracy" in row for curve in curves for row in curve.rows):
-        label += ",\nwhole answers as written (dotted)"
-    axes.set(xlabel="length", ylabel=label, ylim=(0, 1.02))
+        where = axes.get_xaxis_transform()
+        style = {"fontsize": 7, "color": "0.4", "rotation": 90, "va": "bottom", "ha": "right"}
+        axes.text(length, 0.02, "longest in training", transform=where, **style)
+    if text:
+        axes.set(xlabel="length", ylabel="perplexity of a token; of a unigram (grey)", yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+    else:
+        label = "accuracy: every token (solid), last token (dashed)"
+        if any("generated_sequence_accuracy" in row for row in rows):
+            label += ",\nwhole answers as written (dotted)"
+        axes.set(xlabel="length", ylabel=label, ylim=(0, 1.02))
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.25)
-    if any(curve.rows for curve in curves):
+    if rows:
         axes.legend(fontsize=8, loc="lower left")
     figure.savefig(path, metadata={"Software": None})
 
 
-def _draw_curve(axes: Any, curve: Curve, colour: str, label: str | None) -> None:
+def _draw_perplexity(axes: Any, curve: Curve, colour: str, label: str | None) -> None:
+    values = [row["perplexity"] for row in curve.rows]
+    axes.plot([row["length"] for row in curve.rows], values, marker="o", ms=3.5, color=colour, label=label)
+
+
+def _draw_accuracy(axes: Any, curve: Curve, colour: str, label: str | None) -> None:
     lengths = [row["length"] for row in curve.rows]
     axes.plot(lengths, [row["token_accuracy"] for row in curve.rows], marker="o", ms=3.5, color=colour, label=label)
     axes.plot(lengths, [row["last_token_accuracy"] for row in curve.rows], ls="--", lw=1, color=colour, alpha=0.6)

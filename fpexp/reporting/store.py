@@ -13,7 +13,10 @@ from fpexp.run_folder import RunFolder, read_rows
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One line about a run; accuracies are token accuracies from its curve, None where not measured."""
+    """One line about a run; accuracies are token accuracies from its curve, None where not measured.
+
+    `perplexity` is that of text at the training length.
+    """
 
     id: str
     task: str
@@ -23,6 +26,7 @@ class RunSummary:
     accuracy: float | None
     far_length: int | None  # four times the training length
     far_accuracy: float | None
+    perplexity: float | None = None
 
 
 def summarise(run: RunFolder) -> RunSummary:
@@ -33,9 +37,10 @@ def summarise(run: RunFolder) -> RunSummary:
         return RunSummary(run.id, "?", "?", f"{state}, unreadable config", None, None, None, None)
     length = _longest_allowed(config)
     try:
-        curve = {row["length"]: row["token_accuracy"] for row in read_rows(run.curve)}
+        rows = {row["length"]: row for row in read_rows(run.curve)}
     except UserError:
-        curve, state = {}, f"{state}, unreadable curve"
+        rows, state = {}, f"{state}, unreadable curve"
+    curve = {number: row["token_accuracy"] for number, row in rows.items()}
     far = None if length is None else 4 * length
     return RunSummary(
         id=run.id,
@@ -46,6 +51,7 @@ def summarise(run: RunFolder) -> RunSummary:
         accuracy=curve.get(length),
         far_length=far,
         far_accuracy=curve.get(far),
+        perplexity=rows.get(length, {}).get("perplexity"),
     )
 
 
@@ -89,6 +95,7 @@ def read_plain_config(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _longest_allowed(config: dict[str, Any]) -> int | None:
-    """Return the longest length that training may use, where the task has a length policy."""
-    lengths = config["task"].get("lengths") or {}
-    return lengths.get("max")
+    """Return the longest length that training may use, by the task's length policy or its context."""
+    task = config["task"]
+    longest = (task.get("lengths") or {}).get("max", task.get("context"))
+    return longest if isinstance(longest, int) else None

@@ -20,8 +20,11 @@ REFRESH = 4  # redraws a second: enough for the eye, next to nothing for two cor
 
 
 def note(message: str) -> None:
-    """Tell the user something, on stdout."""
-    print(message, flush=True)
+    """Tell the user something, on stdout; where nobody can read it, no more: a run's numbers are in its files."""
+    try:
+        print(message, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def warn(message: str) -> None:
@@ -298,7 +301,9 @@ def _trained(row: Row) -> list[str]:
 def _perplexity(row: Row) -> list[str]:
     if "perplexity" not in row:
         return []
-    return [f"perplexity {_number(row['perplexity'], '.4g')} (byte {_number(row['byte_perplexity'], '.4g')})"]
+    names = ("perplexity", "byte_perplexity", "unigram_perplexity")
+    token, byte, unigram = (_number(row[name], ".4g") for name in names)
+    return [f"perplexity {token} (of a byte {byte}, unigram {unigram})"]
 
 
 def _number(value: Any, spec: str) -> str:

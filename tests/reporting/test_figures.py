@@ -43,3 +43,13 @@ def test_a_curve_without_rows_or_training_length_or_accuracy_is_drawn_as_far_as_
 def test_a_picture_is_replaced(tmp_path: Path) -> None:
     first = draw(tmp_path / "a.png", curve())
     assert draw(tmp_path / "a.png", curve(seed=5)) != first
+
+
+def test_text_is_drawn_by_its_perplexity(tmp_path: Path) -> None:
+    def text(perplexity: float) -> bytes:
+        return draw(tmp_path / "text.png", curve(perplexity=perplexity, unigram_perplexity=20.0))
+
+    assert text(4.0) != text(5.0)
+    assert text(4.0) != draw(tmp_path / "accuracy.png", curve())
+    mixed = draw(tmp_path / "mixed.png", curve(perplexity=4.0, unigram_perplexity=20.0), curve(seed=1))
+    assert mixed == draw(tmp_path / "mixed.png", curve(), curve(seed=1))

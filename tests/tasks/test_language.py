@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import CommandLine, Recorder, assert_same_weights, sit, weights, without_time
+from runs import CommandLine, Recorder, assert_same_weights, sit, stop_at, weights, without_time
 
 from fpexp.build import Experiment, build
 from fpexp.config.compose import compose
-from fpexp.errors import FpexpError, UserError
+from fpexp.errors import FpexpError, Interrupted, UserError
 from fpexp.evaluation.length_curve import evaluate_length
 from fpexp.evaluation.metrics import summed_loss
 from fpexp.randomness import generator
@@ -281,3 +281,32 @@ def test_shorter_windows_are_in_what_training_has_read(corpus: str, cli: Command
 def test_held_out_text_is_measured_whole(corpus: str, cli: CommandLine) -> None:
     assert cli("train", "model=lstm", *words(corpus)).code == 0
     cli("evaluate", f"run={cli.runs()[-1].id}", "samples=1").refused("samples", "held-out")
+
+
+def test_text_that_has_changed_is_not_measured(corpus: str, cli: CommandLine) -> None:
+    """What is now held out may have been trained on."""
+    assert cli("train", "model=lstm", *words(corpus)).code == 0
+    Path(corpus).with_name("000.txt").unlink()
+    cli("evaluate", f"run={cli.runs()[-1].id}", "lengths=[5]").refused("other data", "give back the files")
+
+
+def test_a_refused_resume_leaves_the_status(corpus: str, cli: CommandLine) -> None:
+    config = compose(["model=lstm", *words(corpus, "results_dir=results")])
+    run = RunFolder.create(config)
+    run.write_status("interrupted", resume="as it was")
+    with pytest.raises(Interrupted):
+        sit(run, build(config), Recorder(at_step=stop_at(3)))
+    before = run.status()
+    Path(corpus).with_name("061.txt").write_text("more")
+    cli("train", f"resume={run.id}").refused("other data")
+    assert run.status() == before
+
+
+def test_perplexity_is_listed_and_drawn(corpus: str, cli: CommandLine) -> None:
+    answer = cli("train", "-m", "model=lstm", *words(corpus, "seed=0,1", "training.steps=2"))
+    assert answer.code == 0, answer.err
+    assert "perplexity by length" in answer.out
+    listed = cli("runs").out
+    assert "perplexity" in listed
+    perplexity = read_rows(cli.runs()[-1].curve)[-1]["perplexity"]
+    assert f"{perplexity:.4g} @16" in listed

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import run_python
 
 from fpexp.config.compose import compose
 from fpexp.run_folder import RunFolder
@@ -215,3 +216,20 @@ def test_durations() -> None:
 def test_rich_is_not_imported_before_it_is_needed() -> None:
     code = "import sys, fpexp.tracking.console; sys.exit('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_run_goes_on_when_nobody_reads(tmp_path: Path) -> None:
+    """`fpexp train ... | head -1`."""
+    code = """
+import os
+reader, writer = os.pipe()
+os.dup2(writer, 1)
+os.close(writer)
+os.close(reader)
+from fpexp.tracking.console import note
+note("nobody reads this")
+note("nor this")
+os.write(2, b"went on")
+"""
+    answer = run_python(code, tmp_path)
+    assert (answer.code, answer.err) == (0, "went on")

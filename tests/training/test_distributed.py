@@ -470,3 +470,25 @@ def test_signals_after_the_first_have_no_effect_beside_others() -> None:
     finally:
         for signum, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
             signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "size"),
+    [("2", "0", "2"), ("0", "0", "0"), ("-1", "0", "2"), ("0", "3", "2"), ("a", "0", "2")],
+)
+def test_a_place_that_does_not_exist_is_refused(
+    monkeypatch: pytest.MonkeyPatch, rank: str, local_rank: str, size: str
+) -> None:
+    for name, value in (("RANK", rank), ("LOCAL_RANK", local_rank), ("WORLD_SIZE", size)):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"RANK={rank}, LOCAL_RANK={local_rank}, WORLD_SIZE={size} is no place"):
+        World.from_environment()
+
+
+def test_processes_that_cannot_meet_are_told_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="start with torchrun"), World.from_environment().joined():
+        raise AssertionError("there is nobody to meet")
