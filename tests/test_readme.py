@@ -76,3 +76,31 @@ def test_the_rows_of_a5_and_s5_are_the_recorded_runs() -> None:
         recorded.add((choices["task"], choices["model"], str(rank), str(config["seed"]), *shown))
     assert recorded == set(HARD)
     assert {row[3] for row in HARD if row[:3] == ("a5", "fp_mamba_h", "2")} == {"0", "1", "2"}
+
+
+def rows_of(task: str) -> list[list[str]]:
+    """The cells of the table whose first column is headed `task`, its header first."""
+    (table,) = re.findall(rf"^\| {task} \|.*\n\|[-|]+\n((?:\|.*\n)+)", README, re.M)
+    header = next(line for line in README.splitlines() if line.startswith(f"| {task} |"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, *table.splitlines())]
+
+
+@pytest.mark.parametrize(
+    ("task", "key", "more"),
+    [
+        ("copy", "token_accuracy", [(12, "sequence_accuracy"), (12, "generated_sequence_accuracy")]),
+        ("modular_arithmetic", "scaled_accuracy", []),
+        ("fineweb", "perplexity", []),
+    ],
+)
+def test_the_rows_of_other_tasks_are_the_recorded_runs(task: str, key: str, more: list[tuple[int, str]]) -> None:
+    """Every one that is recorded, and no other."""
+    header, *rows = rows_of(task)
+    lengths = [int(name) for name in header if name.isdigit()]
+    recorded = {}
+    for run in (ROOT / "results/reference/runs").glob(f"{task}-*"):
+        curve = {r["length"]: r for r in map(json.loads, (run / "curve.jsonl").read_text().splitlines())}
+        model = yaml.safe_load((run / "config.yaml").read_text())["choices"]["model"]
+        wanted = [*((length, key) for length in lengths), *more]
+        recorded[model] = [f"{curve[length][name]:.3f}" for length, name in wanted]
+    assert {name: cells[-len(lengths) - len(more) :] for name, *cells in rows} == recorded
