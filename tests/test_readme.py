@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from fpexp.build import check
-from fpexp.cli import COMMANDS
+from fpexp.cli import COMMANDS, main
 from fpexp.config.compose import compose, compose_jobs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -104,3 +104,17 @@ def test_the_rows_of_other_tasks_are_the_recorded_runs(task: str, key: str, more
         wanted = [*((length, key) for length in lengths), *more]
         recorded[model] = [f"{curve[length][name]:.3f}" for length, name in wanted]
     assert {name: cells[-len(lengths) - len(more) :] for name, *cells in rows} == recorded
+
+
+def test_the_model_of_ones_own_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
+    (config,) = re.findall(r"^```yaml\n(.*?)^```", README, flags=re.M | re.S)
+    (tmp_path / "my_package.py").write_text(code)
+    (tmp_path / "conf/model").mkdir(parents=True)
+    (tmp_path / "conf/model/mine.yaml").write_text(config)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (line,) = [line for line in LINES if "hydra.searchpath" in line]
+    words = shlex.split(line.replace("/path/to/my/conf", str(tmp_path / "conf")))[1:]
+    small = ["training.steps=2", "training.batch_size=4", "evaluation.samples=4", "evaluation.validation_samples=4"]
+    assert main([*words, *small]) == 0

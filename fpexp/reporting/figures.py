@@ -35,7 +35,7 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
     for length in sorted({curve.trained_to for curve in curves if curve.trained_to}):
         axes.axvline(length, color="0.4", lw=1, ls=":")
         where = axes.get_xaxis_transform()
-        style = {"fontsize": 7, "color": "0.4", "rotation": 90, "va": "bottom", "ha": "right"}
+        style: dict[str, Any] = {"fontsize": 7, "color": "0.4", "rotation": 90, "va": "bottom", "ha": "right"}
         axes.text(length, 0.02, "longest in training", transform=where, **style)
     if text:
         axes.set(xlabel="length", ylabel="perplexity of a token; of a unigram (grey)", yscale="log")
