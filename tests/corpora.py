@@ -77,6 +77,21 @@ def joined(rows: torch.Tensor) -> list[int]:
     return [*rows[0, :1].tolist(), *rows[:, 1:].flatten().tolist()]
 
 
+def make_gpt2(path: Path, size: int = 50257) -> Path:
+    """Write a tokenizer.json of GPT-2's sizes: bytes, tokens that no text gives, and the separator."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, *(f"unused{i}" for i in range(50256 - len(alphabet))), "<|endoftext|>"]
+    tokens += [f"more{i}" for i in range(size - len(tokens))]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    tokenizer.save(str(path))
+    return path
+
+
 def make_tokenizer(path: Path, special: Sequence[str] = ("<|endoftext|>",), size: int = 320) -> Path:
     """Train byte-level byte pairs on a few words."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

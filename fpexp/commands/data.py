@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -51,24 +49,28 @@ def _prepare(arguments: list[str]) -> int:
     words = [word for word in arguments if not word.startswith(PREFIX)]
 
     from fpexp.config.compose import compose
+    from fpexp.config.quoting import override_word, shell_word
+    from fpexp.data.paths import expand
 
     named = any(word.startswith(("model=", "experiment=")) for word in words)
     config = compose(words if named else [*words, UNUSED_MODEL])
     corpus = _corpus(config)
     tokens, shard_tokens = options["data.tokens"], options.get("data.shard_tokens", SHARD_TOKENS)
-    output = os.path.expanduser(options.get("data.output") or _default_output(config, corpus))
+    given = options.get("data.output")
+    output = expand(given, "data.output") if given else _default_output(config, corpus)
     manifest = _write(corpus, Path(output), config.seed, tokens, shard_tokens)
     if manifest.tokens < tokens:
         print(f"the documents end after {manifest.tokens:,} tokens, fewer than data.tokens={tokens}")
     print(f"{manifest.tokens:,} tokens in {len(manifest.shards)} shards: {output}")
-    settings = [
-        f"task={config.choices.task}",
-        "task.source=shards",
-        f"task.files={output}",
-        f"task.tokenizer={corpus.tokenizer}",
-        f"task.validation_tokens={corpus.validation_tokens}",
-    ]
-    print(f"train on them with: fpexp train model=<model> {shlex.join(settings)}")
+    settings = {
+        "task": str(config.choices.task),
+        "task.source": "shards",
+        "task.files": output,
+        "task.tokenizer": corpus.tokenizer,
+    }
+    words = [shell_word(override_word(key, value)) for key, value in settings.items()]
+    words.append(f"task.validation_tokens={corpus.validation_tokens}")
+    print(f"train on them with: fpexp train model=<model> {' '.join(words)}")
     return 0
 
 
@@ -90,7 +92,8 @@ def _corpus(config: RunConfig) -> Corpus:
 
 def _default_output(config: RunConfig, corpus: Corpus) -> str:
     names = (config.choices.task, Path(corpus.tokenizer).stem)
-    return str(Path(config.results_dir) / "data" / "-".join(re.sub(r"[^\w.]+", "_", name) for name in names))
+    folder = str(Path(config.results_dir) / "data" / "-".join(re.sub(r"[^\w.]+", "_", name) for name in names))
+    return f"./{folder}" if folder.startswith("~") else folder  # results_dir is taken as it is
 
 
 def _write(corpus: Corpus, output: Path, seed: int, tokens: int, shard_tokens: int) -> Manifest:

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fpexp.config.catalogue import GROUPS, check_choice, choices, conf_dir
+from fpexp.config.quoting import is_override, quoted, shell_word
 from fpexp.config.run import RunConfig
 from fpexp.config.schema import did_you_mean
 from fpexp.errors import UserError
@@ -35,9 +36,7 @@ def parse_overrides(arguments: Sequence[str]) -> list[Override]:
         try:
             overrides += OverridesParser.create().parse_overrides([argument])
         except OverrideParseException as error:
-            raise UserError(
-                f"cannot read '{argument}': {str(error).splitlines()[0]}; quote special characters"
-            ) from error
+            raise UserError(_unread(argument, error)) from error
     return overrides
 
 
@@ -146,6 +145,16 @@ def _check_top_level(override: Override) -> None:
     near = did_you_mean(key, known)
     if "." not in key and "/" not in key and key not in known and near:
         raise UserError(f"unknown key '{key}'{near}")
+
+
+def _unread(argument: str, error: OverrideParseException) -> str:
+    """Say what the grammar does not take, and how to write the value as it is."""
+    key, _, value = argument.partition("=")
+    word = f"{key}={quoted(value)}"
+    example = f": {shell_word(word)}" if is_override(word) else ""
+    reason = str(error).splitlines()[0]
+    only_repeats = argument.splitlines()[0] in reason  # behind the name of an exception
+    return f"cannot read '{argument}'{'' if only_repeats else f': {reason}'}; quote special characters{example}"
 
 
 def _missing(error: MissingConfigException) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from fpexp.data.formats import TextUnit
 from fpexp.data.held_out import HeldOutText, hold_out
 from fpexp.data.order import Order, Start
-from fpexp.data.shards import TOKENIZER, Shards, ShardStream
+from fpexp.data.paths import expand
+from fpexp.data.shards import TOKENIZER, Shards, ShardStream, check_tokenizer
 from fpexp.data.sources import Hub, LocalFiles, Source
 from fpexp.data.stream import TokenStream, WindowStream, check_same
 from fpexp.data.tokenizer import GPT2, Tokenizer, describe, open_tokenizer
@@ -69,9 +70,10 @@ class Corpus:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        kept = Path(self.files or "").expanduser() / TOKENIZER
-        if self.source == "shards" and self.tokenizer == "gpt2" and kept.is_file():
-            return GPT2(kept)  # prepared tokens are read without a network
+        if self.source == "shards" and self.tokenizer == "gpt2" and self.files:
+            folder = Path(expand(self.files, "task.files"))
+            if (folder / TOKENIZER).is_file():  # prepared tokens are read without a network
+                return GPT2(folder / TOKENIZER, partial(check_tokenizer, folder))
         return open_tokenizer(self.tokenizer)
 
     @cached_property
@@ -86,7 +88,7 @@ class Corpus:
 
     @cached_property
     def _shards(self) -> Shards:
-        shards = Shards(Path(self._given_files("<folder of fpexp data prepare>")).expanduser())
+        shards = Shards(Path(expand(self._given_files("<folder of fpexp data prepare>"), "task.files")))
         prepared = {"tokenizer": shards.manifest.corpus["tokenizer"]}
         asked = {"tokenizer": describe(self._tokenizer)}
         mend = f"use task.tokenizer={prepared['tokenizer']['name']}"

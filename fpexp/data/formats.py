@@ -6,8 +6,10 @@ the one number in a column of text, without a word.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -20,6 +22,7 @@ TextUnit = Literal["file", "paragraph", "line"]
 
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 JSON_LINES = (".jsonl", ".ndjson", ".json")
+ENDS = 2**16  # bytes at either end of a file that tell it from another
 ROWS = 256  # of a Parquet file at once: enough to be fast, little to hold
 
 
@@ -52,6 +55,16 @@ def check_file(path: Path, column: str, text_unit: TextUnit) -> None:
             _open_parquet(path, column).close()
     elif kind in JSON_LINES:
         next(read_documents(path, 0, column, text_unit), None)
+
+
+def fingerprint(path: Path) -> list[Any]:
+    """Return a file's name, its size and a hash of how it begins and ends, which is read as fast as it is opened."""
+    with _explained(path), open(path, "rb") as handle:
+        size = os.fstat(handle.fileno()).st_size
+        digest = hashlib.sha256(handle.read(ENDS))
+        handle.seek(max(size - ENDS, handle.tell()))
+        digest.update(handle.read(ENDS))
+    return [path.name, size, digest.hexdigest()]
 
 
 def _kind(path: Path) -> str:

@@ -15,11 +15,16 @@ from typing import Any
 import numpy as np
 
 from fpexp.data.held_out import HeldOutText
-from fpexp.data.shards import TOKENIZER, Manifest, TokenFile
+from fpexp.data.shards import TOKENIZER, Manifest, TokenFile, hash_start
 from fpexp.data.stream import TokenStream, check_same
 from fpexp.data.tokenizer import Tokenizer
 from fpexp.errors import FpexpError, UserError
 
+FULL = {
+    errno.ENOSPC: ("the disk of '{}' is full", "make room"),
+    errno.EDQUOT: ("the quota of '{}' is used up", "make room"),
+    errno.EFBIG: ("a file in '{}' may grow no larger (ulimit -f)", "raise the limit"),
+}
 PIECE = 2**18  # tokens written at once
 VALIDATION, TEST = "validation.bin", "test.bin"
 
@@ -48,27 +53,33 @@ def prepare(
             manifest.check_files(folder)
             if manifest.tokens >= tokens or manifest.ended:
                 return manifest
-            if manifest.shards and manifest.shards[-1].tokens < shard_tokens:  # it ended where fewer were asked for
-                manifest = dataclasses.replace(manifest, shards=manifest.shards[:-1])
-                manifest.write(folder)  # before its last shard is written anew
-            if manifest.shards:
-                stream.load_state_dict({**stream.state_dict(), **(manifest.shards[-1].state or {})})
+            if manifest.full:
+                stream.load_state_dict({**stream.state_dict(), **(manifest.full[-1].state or {})})
             return _write_shards(stream, folder, manifest, tokens, shard_tokens, progress)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in FULL:
             raise
         whole = Manifest.read(folder)
         count, kept = (len(whole.shards), whole.tokens) if whole else (0, 0)
+        what, mend = FULL[error.errno]
         raise FpexpError(
-            f"the disk of '{folder}' is full; {count} whole shards ({kept:,} tokens) are kept: make room and run the "
-            "same command again"
+            f"{what.format(folder)}; {count} whole shards ({kept:,} tokens) are kept: {mend} and run the same command "
+            "again"
         ) from error
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "w") as handle:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")  # noqa: SIM115
+    except OSError as error:
+        if error.errno in FULL:
+            raise
+        raise UserError(
+            f"cannot write to '{folder}' ({error.strerror}); name a folder by data.output=<folder>"
+        ) from error
+    with lock as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -93,9 +104,10 @@ def _open(
     content = tokenizer.content()
     if content is not None:
         (folder / TOKENIZER).write_bytes(content)
+    tokenizer_sha256 = None if content is None else hashlib.sha256(content).hexdigest()
     validation = _write(folder / VALIDATION, [held_out.validation.numpy()], dtype)
     test = _write(folder / TEST, [held_out.test.numpy()], dtype)
-    manifest = Manifest(corpus, order, dtype.str, validation, test)
+    manifest = Manifest(corpus, order, dtype.str, validation, test, tokenizer_sha256=tokenizer_sha256)
     manifest.write(folder)
     return manifest
 
@@ -112,13 +124,16 @@ def _write_shards(
     shard_tokens: int,
     progress: Callable[[int], None],
 ) -> Manifest:
+    """Go on behind the full shards. A short last one is written anew, and claimed until the new one is whole."""
     while manifest.tokens < tokens:
-        count = min(shard_tokens, tokens - manifest.tokens)
-        path = folder / f"shard_{len(manifest.shards):05}.bin"
-        file = _write(path, _pieces(stream, count, manifest.tokens, progress), np.dtype(manifest.dtype))
+        full, short = manifest.full, manifest.shards[len(manifest.full) :]
+        before = sum(shard.tokens for shard in full)
+        count = min(shard_tokens, tokens - before)
+        path = folder / f"shard_{len(full):05}.bin"
+        file = _write(path, _pieces(stream, count, before, progress), np.dtype(manifest.dtype), *short)
         if file.tokens:
             state = {key: value for key, value in stream.state_dict().items() if key != "corpus"}
-            manifest = dataclasses.replace(manifest, shards=[*manifest.shards, dataclasses.replace(file, state=state)])
+            manifest = dataclasses.replace(manifest, shards=[*full, dataclasses.replace(file, state=state)])
             manifest.write(folder)
         else:
             path.unlink()
@@ -140,8 +155,10 @@ def _pieces(stream: TokenStream, count: int, before: int, progress: Callable[[in
         progress(before + done)
 
 
-def _write(path: Path, pieces: Iterable[np.ndarray], dtype: np.dtype[Any]) -> TokenFile:
-    """Write tokens; the file has its name only when it is whole."""
+def _write(
+    path: Path, pieces: Iterable[np.ndarray], dtype: np.dtype[Any], beginning: TokenFile | None = None
+) -> TokenFile:
+    """Write tokens; the file has its name only when it is whole. A `UserError` where they don't begin as before."""
     partial = path.with_name(f"{path.name}.partial")
     digest, tokens = hashlib.sha256(), 0
     try:
@@ -153,6 +170,11 @@ def _write(path: Path, pieces: Iterable[np.ndarray], dtype: np.dtype[Any]) -> To
                 tokens += len(piece)
             handle.flush()
             os.fsync(handle.fileno())
+        if beginning and hash_start(partial, beginning.tokens * dtype.itemsize) != beginning.sha256:
+            raise UserError(
+                f"the documents have changed: {path} would begin with other tokens; name another folder by "
+                "data.output=<folder>"
+            )
         os.replace(partial, path)
     except BaseException:
         with suppress(OSError):

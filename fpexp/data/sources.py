@@ -6,13 +6,14 @@ import glob
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from fpexp.data.formats import TextUnit, check_column, check_file, check_texts, read_documents
+from fpexp.data.formats import TextUnit, check_column, check_file, check_texts, fingerprint, read_documents
+from fpexp.data.paths import expand
 from fpexp.errors import FpexpError, UserError, first_line
 
 log = logging.getLogger(__name__)
@@ -44,9 +45,8 @@ class LocalFiles:
 
     def __init__(self, files: str, column: str = "text", text_unit: TextUnit = "file") -> None:
         self.pattern, self.column, self.text_unit = files, column, text_unit
-        self.paths = [
-            Path(path) for path in sorted(glob.glob(os.path.expanduser(files), recursive=True)) if Path(path).is_file()
-        ]
+        found = glob.glob(expand(files, "task.files"), recursive=True)
+        self.paths = [Path(path) for path in sorted(found) if Path(path).is_file()]
         if not self.paths:
             raise UserError(f"no file matches '{files}'; use task.files='<folder>/*.jsonl' (.parquet, .json, .txt)")
         for path in self.paths:
@@ -54,15 +54,19 @@ class LocalFiles:
         self.parts = len(self.paths)
 
     def describe(self) -> dict[str, Any]:
-        """Return pattern and column, and as `content` a hash of the files' names and sizes."""
-        names = [[path.name, path.stat().st_size] for path in self.paths]
+        """Return pattern and column, and as `content` a hash of the files' names, sizes, beginnings and ends."""
         return {
             "source": "local",
             "files": self.pattern,
             "column": self.column,
             "text_unit": self.text_unit,
-            "content": hashlib.sha256(json.dumps(names).encode()).hexdigest(),
+            "content": self._content,
         }
+
+    @cached_property
+    def _content(self) -> str:
+        files = [fingerprint(path) for path in self.paths]
+        return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 
     def read(self, part: int, row: int) -> Iterator[str]:
         """Yield the documents of a file."""

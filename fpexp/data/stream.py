@@ -156,10 +156,16 @@ def check_same(found: Mapping[str, Any], wanted: Mapping[str, Any], what: str, m
     """Raise a `UserError` beginning with `what` that names what differs between two descriptions of a corpus, and ends
     with what to do.
     """
-    differing = sorted(key for key in {*found, *wanted} if _essence(found.get(key)) != _essence(wanted.get(key)))
+    differing = [key for key in {*found, *wanted} if _essence(found.get(key)) != _essence(wanted.get(key))]
     if differing:
-        key = differing[0]
+        key = min(differing, key=lambda key: (_is_content(key), key != "source", key))  # a hash says least
+        if _is_content(key):
+            raise UserError(f"{what}: files were added, removed or changed; {mend}")
         raise UserError(f"{what}: {key} was {_short(found.get(key))} and is {_short(wanted.get(key))}; {mend}")
+
+
+def _is_content(key: str) -> bool:
+    return key.rpartition(".")[2] == "content"
 
 
 def _essence(value: Any) -> Any:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from fpexp.data.paths import expand
 from fpexp.errors import FpexpError, UserError, first_line
 
 if TYPE_CHECKING:
@@ -44,7 +46,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str) -> Tokens:
-        """Return the tokens of a text, without separators."""
+        """Return the tokens of a text, without separators; a `UserError` where it has none for some of it."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
@@ -66,7 +68,7 @@ def open_tokenizer(name: str) -> Tokenizer:
         return Bytes()
     if name == "gpt2":
         return GPT2()
-    path = Path(name).expanduser()
+    path = Path(expand(name, "task.tokenizer"))
     if path.is_file():
         return TokenizerFile(path)
     if path.suffix == ".json":
@@ -98,7 +100,8 @@ class Bytes:
 
     def encode(self, text: str) -> Tokens:
         """Return the text's bytes."""
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+        with _explained(self.name):
+            return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Return each text's bytes."""
@@ -148,7 +151,9 @@ class _Library(ABC):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Return each text's tokens; the library uses several threads unless TOKENIZERS_PARALLELISM=false."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        tokenizer = self._tokenizer
+        with _explained(self.name):
+            encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -163,31 +168,52 @@ class _Library(ABC):
 class GPT2(_Library):
     """GPT-2's byte pairs; its sizes are known before it is fetched, which is when it is first used.
 
-    `kept` is a tokenizer.json to take instead of the hub's.
+    `kept` is a tokenizer.json to take instead of the hub's; `check` is given its content and raises if that is not it.
     """
 
     name = identity = "gpt2"
     vocabulary_size = 50257
     separator = 50256
 
-    def __init__(self, kept: Path | None = None) -> None:
-        self._kept = kept
+    def __init__(self, kept: Path | None = None, check: Callable[[bytes], None] = lambda content: None) -> None:
+        self._kept, self._check = kept, check
 
     def _load(self) -> tokenizers.Tokenizer:
+        return self._fetch() if self._kept is None else self._read(self._kept)
+
+    def _fetch(self) -> tokenizers.Tokenizer:
         import tokenizers
 
         try:
-            if self._kept is not None:
-                return tokenizers.Tokenizer.from_file(str(self._kept))
             tokenizer = tokenizers.Tokenizer.from_pretrained("gpt2")  # tries several times by itself
         except Exception as error:  # the library raises plain exceptions beside those of the hub
             raise FpexpError(
                 f"cannot fetch the gpt2 tokenizer ({first_line(error)}); without a network give its tokenizer.json: "
                 "task.tokenizer=<tokenizer.json>"
             ) from error
-        if tokenizer.token_to_id(END_OF_TEXT) != self.separator:
+        if not self._is_ours(tokenizer):
             raise FpexpError("what the hub gave as the gpt2 tokenizer is another; use task.tokenizer=<tokenizer.json>")
         return tokenizer
+
+    def _read(self, path: Path) -> tokenizers.Tokenizer:
+        import tokenizers
+
+        mend = "copy it again, or remove it and task.tokenizer=gpt2 is fetched"
+        try:
+            content = path.read_bytes()
+            self._check(content)
+            tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+        except FpexpError:
+            raise
+        except Exception as error:  # the library's own are plain exceptions
+            raise FpexpError(f"{path} is no tokenizer.json ({first_line(error)}); {mend}") from error
+        if not self._is_ours(tokenizer):
+            raise FpexpError(f"{path} is not the gpt2 tokenizer; {mend}")
+        return tokenizer
+
+    def _is_ours(self, tokenizer: tokenizers.Tokenizer) -> bool:
+        sizes = tokenizer.token_to_id(END_OF_TEXT), tokenizer.get_vocab_size()
+        return sizes == (self.separator, self.vocabulary_size)
 
 
 class TokenizerFile(_Library):
@@ -230,6 +256,19 @@ class TokenizerFile(_Library):
             f"the tokenizer {self.name} needs a special token that ends a document: {', '.join(SEPARATORS)}, or "
             f"any single one (it has: {', '.join(special) or 'none'})"
         )
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """Turn what encoding raises into one line: the library raises plain exceptions where it has no unknown token."""
+    try:
+        yield
+    except Exception as error:
+        reason = "it is not Unicode text" if isinstance(error, (TypeError, UnicodeEncodeError)) else first_line(error)
+        raise UserError(
+            f"the tokenizer {name} cannot encode this text ({reason}); use another by task.tokenizer=<path>, or leave "
+            "the text out"
+        ) from error
 
 
 def _written_bytes(token: str) -> int:

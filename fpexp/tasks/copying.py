@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fpexp.errors import UserError
 from fpexp.ranges import Count, CountOrZero, Range
-from fpexp.tasks.lengths import LengthPolicy
+from fpexp.tasks.lengths import LengthPolicy, too_long
 from fpexp.tasks.overlap import expected_overlap
 from fpexp.tasks.task import IGNORE, Batch
 
@@ -165,9 +165,7 @@ class Copy:
         """Refuse a length of which not one example fits the context."""
         needed = _tokens(length)
         if needed > self.context:
-            raise UserError(
-                f"{key}={length} needs {needed} tokens, more than task.context={self.context}; raise task.context"
-            )
+            raise too_long(key, length, needed, self.context, (self.context - _tokens(0)) // 2)
 
     def expected_overlap(self, length: int, drawn: int) -> float:
         """Of alphabet^length strings."""

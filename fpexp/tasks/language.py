@@ -111,9 +111,10 @@ class Language:
     def read_prompt(self, text: str) -> Tensor:
         """Return the tokens of a text behind a separator, as at the beginning of a document."""
         try:
-            tokens = self.tokenizer.encode(text)
+            text.encode()
         except UnicodeEncodeError as error:
             raise UserError("the prompt is not UTF-8 text; write it in that encoding") from error
+        tokens = self.tokenizer.encode(text)
         return torch.tensor([self.tokenizer.separator, *tokens.tolist()])
 
     def write(self, tokens: Tensor) -> str:
@@ -127,10 +128,12 @@ class Language:
 
     def check_length(self, length: int, key: str) -> None:
         """Refuse a length that the held-out text does not fill."""
-        if length >= self.validation_tokens:
+        longest = self.validation_tokens - 1
+        if length > longest:
+            possible = f"at most {longest} here, or " if longest > 0 else ""
             raise UserError(
                 f"{key}={length} needs more than the task.validation_tokens={self.validation_tokens} of held-out text; "
-                "raise that"
+                f"{possible}raise task.validation_tokens for a new run"
             )
 
     def expected_overlap(self, length: int, drawn: int) -> None:

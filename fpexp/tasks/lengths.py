@@ -31,6 +31,15 @@ class LengthPolicy:
             raise UserError(f"task.lengths.min={self.min} is more than task.lengths.max={self.max}")
 
 
+def too_long(key: str, length: int, needed: int, context: int, longest: int) -> UserError:
+    """Return the error for a length that needs more tokens than the context has, where `longest` still fits."""
+    possible = f"at most {longest} here, or " if longest > 0 else ""
+    return UserError(
+        f"{key}={length} needs {needed} tokens, more than task.context={context}; {possible}raise task.context for a "
+        "new run"
+    )
+
+
 class Lengths:
     """The state of a length policy: the current length, and how many sequences of each length were drawn.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fpexp.errors import UserError
 from fpexp.ranges import Range
 from fpexp.tasks.expressions import OPERATORS, Expressions
-from fpexp.tasks.lengths import LengthPolicy
+from fpexp.tasks.lengths import LengthPolicy, too_long
 from fpexp.tasks.overlap import expected_overlap
 from fpexp.tasks.task import IGNORE, Batch
 
@@ -86,13 +86,12 @@ class ModularArithmetic:
     def check_length(self, length: int, key: str) -> None:
         """Refuse a length that does not fit the context, or of which there is no expression."""
         if length + 1 > self.context:
-            raise UserError(
-                f"{key}={length} needs {length + 1} tokens, more than task.context={self.context}; raise task.context"
-            )
+            longest = next((n for n in range(self.context - 1, 0, -1) if self.has_length(n)), 0)
+            raise too_long(key, length, length + 1, self.context, longest)
         if not self.has_length(length):
             raise UserError(
                 f"{key}={length}: no expression has {length} tokens without a sign; use an odd length, or "
-                "task.unary_minus=true"
+                "task.unary_minus=true for a new run"
             )
 
     def expected_overlap(self, length: int, drawn: int) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fpexp.errors import UserError
 from fpexp.ranges import Count, CountOrZero
 from fpexp.tasks.groups import parse_group
-from fpexp.tasks.lengths import LengthPolicy
+from fpexp.tasks.lengths import LengthPolicy, too_long
 from fpexp.tasks.overlap import expected_overlap
 from fpexp.tasks.task import IGNORE, Batch
 
@@ -82,9 +82,7 @@ class WordProblem:
         """Refuse a length that does not fit the context."""
         needed = self.input_length(length)
         if needed > self.context:
-            raise UserError(
-                f"{key}={length} needs {needed} tokens, more than task.context={self.context}; raise task.context"
-            )
+            raise too_long(key, length, needed, self.context, self.context - self.input_length(0))
 
     def expected_overlap(self, length: int, drawn: int) -> float:
         """1 - (1 - 1/|G|^length)^drawn: the chance that a fresh sequence was drawn in training."""

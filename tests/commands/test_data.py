@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from runs import CommandLine
 
 import fpexp.commands.data as command
 from fpexp.cli import main
+from fpexp.config.compose import compose, parse_overrides
 from fpexp.data import prepare
 from fpexp.data.shards import Shards
 from fpexp.data.stream import TokenStream
@@ -67,6 +70,30 @@ def test_prepare(cli: CommandLine, words: list[str], tmp_path: Path) -> None:
     assert again == answer
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "my,data", "./~x", "a[1]", "a b ", "it's", "$HOME", "${x}", "{a:1}", "é=(1)", '"', "\\", "a\\'", "12"],
+)
+def test_the_words_to_go_on_with_are_read_back(cli: CommandLine, words: list[str], name: str) -> None:
+    """By a shell, by Hydra's grammar, and by the whole configuration."""
+    answer = cli("data", *words, "data.tokens=2e3", f"data.output={name}")
+    assert answer.code == 0, answer.err
+    command_line = answer.out.splitlines()[-1].partition(": ")[2]
+    shell = subprocess.run(
+        ["sh", "-c", f'fpexp() {{ printf "%s\\n" "$@"; }}; {command_line.replace("<model>", "lstm")}'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    printed = shell.stdout.splitlines()[1:]
+    assert printed == shlex.split(command_line.replace("<model>", "lstm"))[2:]
+    if name != "${x}":
+        assert {o.key_or_group: o.value() for o in parse_overrides(printed)}["task.files"] == name
+    config = compose([words[1], *printed])
+    assert config.task.settings["files"] == name
+    assert (f" task.files={name} " in command_line) == (name == "plain")
+
+
 def test_prepare_where_nothing_else_is_said(cli: CommandLine, words: list[str]) -> None:
     answer = cli("data", *words, "data.tokens=1e9", "results_dir=elsewhere", "model=mamba")
     assert answer.code == 0, answer.err
@@ -88,6 +115,9 @@ def test_mistakes_are_one_line(cli: CommandLine, words: list[str]) -> None:
         ([*prepared, "task.sourse=hub"], "unknown key 'task.sourse'; did you mean 'task.source'?"),
         ([*prepared, "task.source=disk"], "unknown task.source 'disk' (hub, local, shards)"),
         ([*prepared, "task.source=shards"], "task.source=shards is prepared already"),
+        ([*prepared, "data.output=~nouser/x"], "data.output=~nouser/x: '~nouser' is nobody's home folder"),
+        ([*prepared, "data.output=own_text.py"], "cannot write to 'own_text.py' (File exists); name a folder by data."),
+        ([*prepared, "task.files='~nouser/x'"], "task.files=~nouser/x: '~nouser' is nobody's home folder"),
         ([*prepared, "task.files='*.jsonl'"], "no file matches '*.jsonl'"),
         ([*prepared, "task.validation_tokens=1000000"], "lower task.validation_tokens"),
         (["prepare", "task=a4", "data.tokens=10"], "task=a4 has no documents to prepare; use task=fineweb"),

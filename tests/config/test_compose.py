@@ -371,6 +371,12 @@ def test_a_typo_in_the_section_beside_a_config_file(saved: RunConfig, tmp_path: 
         (["training=5"], ["training=5 must be a mapping"]),
         (["~training.lr"], ["training.lr is missing"]),
         (["training.lr=[1"], ["cannot read 'training.lr=[1'"]),
+        (
+            ["task.tokenizer=~x/t.json"],
+            ["cannot read 'task.tokenizer=~x/t.json'; quote special characters: \"task.tokenizer='~x/t.json'\""],
+        ),
+        (["task.files=it's"], ["cannot read 'task.files=it's'; quote special characters: 'task.files="]),
+        (["a b=1"], ["cannot read 'a b=1'; quote special characters"]),
         (["lstm"], ["'lstm' is not an override", "<key>=<value>"]),
         (["precision=fp8"], ["unknown precision 'fp8'", "(auto, float32, bfloat16, float64)"]),
         (["seed=-1"], ["seed=-1 is out of range"]),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from corpora import documents, flat, joined, local, make_tokenizer, write_files, write_jsonl
+from corpora import documents, flat, joined, local, make_gpt2, make_tokenizer, write_files, write_jsonl
 
 from fpexp.data import Corpus, prepare
 from fpexp.data.shards import Manifest, Shards, ShardStream
@@ -143,7 +143,7 @@ def test_more_tokens_than_before_and_fewer(corpus: Corpus, tmp_path: Path) -> No
     assert make(corpus, tmp_path / "out", tokens=100).tokens == 5000, "what is there is kept"
 
 
-def test_a_short_shard_that_is_written_anew_is_not_claimed_meanwhile(corpus: Corpus, tmp_path: Path) -> None:
+def test_a_short_shard_is_kept_until_the_new_one_is_whole(corpus: Corpus, tmp_path: Path) -> None:
     make(corpus, tmp_path / "out", tokens=1500)
     claimed: list[int] = []
 
@@ -154,7 +154,66 @@ def test_a_short_shard_that_is_written_anew_is_not_claimed_meanwhile(corpus: Cor
         claimed.append(manifest.tokens)
 
     make(corpus, tmp_path / "out", progress=look)
-    assert claimed == [1200, 2400, 3600, 4800]
+    assert claimed == [1500, 2400, 3600, 4800]
+
+
+def test_a_stop_keeps_a_short_shard(corpus: Corpus, tmp_path: Path) -> None:
+    make(corpus, tmp_path / "whole")
+    make(corpus, tmp_path / "out", tokens=1500)
+    before = contents(tmp_path / "out")
+    with pytest.raises(Stop):
+        make(corpus, tmp_path / "out", progress=stop_at(2400))
+    assert contents(tmp_path / "out") == before
+    make(corpus, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_a_stop_between_a_shard_and_the_manifest(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file then holds more than the manifest says: readers see its beginning, another call goes on."""
+
+    def stop(*arguments: Any) -> None:
+        raise Stop
+
+    make(corpus, tmp_path / "whole")
+    make(corpus, tmp_path / "out", tokens=1500)
+    before = read_all(tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(Manifest, "write", stop)
+        with pytest.raises(Stop):
+            make(corpus, tmp_path / "out")
+    assert (tmp_path / "out" / "shard_00001.bin").stat().st_size == 2400
+    assert read_all(tmp_path / "out") == before
+    assert ShardStream(Shards(tmp_path / "out"), 100, seed=0).windows == 14
+    assert make(corpus, tmp_path / "out", tokens=1500).tokens == 1500
+    assert make(corpus, tmp_path / "out", tokens=1600).tokens == 1600
+    make(corpus, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    path = tmp_path / "out" / "shard_00001.bin"
+    path.write_bytes(path.read_bytes() + b"xx")
+    with pytest.raises(FpexpError, match="has 2402 bytes and should have 2400"):
+        Shards(tmp_path / "out")
+
+
+def test_documents_that_changed_unnoticed_do_not_replace_a_shard(corpus: Corpus, tmp_path: Path) -> None:
+    """Such as those of the hub, of which no hash is known."""
+    make(corpus, tmp_path / "out", tokens=700)
+    before = contents(tmp_path / "out")
+    stream = corpus.token_stream(epochs=1)
+    stream.take(1)
+    with pytest.raises(UserError, match=r"the documents have changed: .*shard_00000.bin would begin with other tokens"):
+        prepare.prepare(
+            stream,
+            corpus.held_out(),
+            tmp_path / "out",
+            corpus=corpus.describe(),
+            order={"seed": 0, "shuffle_buffer": corpus.shuffle_buffer},
+            tokenizer=corpus.open_tokenizer(),
+            tokens=5000,
+            shard_tokens=1200,
+        )
+    assert contents(tmp_path / "out") == before
 
 
 def test_a_whole_shard_that_was_lost_is_named(corpus: Corpus, tmp_path: Path) -> None:
@@ -222,7 +281,7 @@ def test_a_folder_is_of_one_corpus_in_one_order(corpus: Corpus, tmp_path: Path) 
     write_jsonl(tmp_path / "other.jsonl", TEXTS)
     for changes, arguments, message in (
         ({"tokenizer": tokenizer}, {}, "tokenizer was name=bytes, .* and is name=.*tok.json"),
-        ({"files": str(tmp_path / "other.jsonl")}, {}, "content was .* and is "),
+        ({"files": str(tmp_path / "other.jsonl")}, {}, "files was .* and is "),
         ({"shuffle_buffer": 5}, {}, "shuffle_buffer was 64 and is 5"),
         ({"validation_tokens": 20}, {}, "validation_tokens was 150 and is 20"),
         ({}, {"seed": 1}, "seed was 0 and is 1"),
@@ -232,6 +291,9 @@ def test_a_folder_is_of_one_corpus_in_one_order(corpus: Corpus, tmp_path: Path) 
             UserError, match=f"out' holds other tokens: {message}.*; name another folder by data.output=<folder>"
         ):
             make(dataclasses.replace(corpus, **changes), tmp_path / "out", **arguments)
+    write_jsonl(tmp_path / "texts" / "part_000.jsonl", ["x" * 1000])
+    with pytest.raises(UserError, match="holds other tokens: files were added, removed or changed; name another"):
+        make(dataclasses.replace(corpus), tmp_path / "out")
     assert contents(tmp_path / "out") == before
 
 
@@ -279,6 +341,73 @@ def test_broken_folders(corpus: Corpus, tmp_path: Path) -> None:
             Shards(folder)
 
 
+CHANGES: list[dict[str, Any]] = [
+    {"dtype": "foo"},
+    {"dtype": []},
+    {"corpus": None},
+    {"corpus": {}},
+    {"corpus": {"tokenizer": 5}},
+    {"order": None},
+    {"order": {"shard_tokens": "many"}},
+    {"ended": "no"},
+    {"tokenizer_sha256": 5},
+    {"shards": None},
+    {"shards": [5]},
+    {"validation": {"name": "../validation.bin", "tokens": 150, "sha256": ""}},
+    {"format": None},
+    {"unknown": 1},
+    {"shards.name": 5},
+    {"shards.tokens": "5"},
+    {"shards.tokens": -1},
+    {"shards.sha256": None},
+    {"shards.state": None},
+    {"shards.state": {"place": {"epoch": 0}, "offset": 0}},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_broken_manifests(corpus: Corpus, tmp_path: Path, change: dict[str, Any]) -> None:
+    make(corpus, tmp_path / "out")
+    path = tmp_path / "out" / "manifest.json"
+    raw = json.loads(path.read_text())
+    for key, value in change.items():
+        of_shard = key.startswith("shards.")
+        (raw["shards"][1] if of_shard else raw)[key.removeprefix("shards.")] = value
+    path.write_text(json.dumps(raw))
+    message = (
+        "is of format None" if "format" in change else r"manifest.json is broken \(.*\); remove the folder and prepare"
+    )
+    for use in (lambda: Shards(tmp_path / "out"), lambda: make(corpus, tmp_path / "out", tokens=6000)):
+        with pytest.raises(FpexpError, match=message):
+            use()
+
+
+def test_a_deeply_nested_manifest(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(FpexpError, match=r"manifest.json is broken"):
+        Shards(tmp_path)
+
+
+def test_a_file_size_limit(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def limited(descriptor: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    monkeypatch.setattr(prepare.os, "fsync", limited)
+    with pytest.raises(
+        FpexpError,
+        match=r"out' may grow no larger \(ulimit -f\); 0 whole shards \(0 tokens\) are kept: raise the limit",
+    ) as error:
+        make(corpus, tmp_path / "out")
+    assert error.value.exit_code == 1
+
+
+def test_a_folder_that_cannot_be(corpus: Corpus, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
+        with pytest.raises(UserError, match=r"^cannot write to '.*' \(.*\); name a folder by data.output=<folder>$"):
+            make(corpus, folder)
+
+
 def test_windows_are_those_of_the_stream_in_another_order(corpus: Corpus, tmp_path: Path) -> None:
     """Whatever the size of the shards; each once an epoch, across shards too."""
     tokens = corpus.token_stream(epochs=1).take(5000).tolist()
@@ -313,6 +442,48 @@ def test_a_shard_stream_is_resumed_exactly(corpus: Corpus, tmp_path: Path) -> No
         ShardStream(shards, 20, seed=2).load_state_dict(json.loads(state or ""))
     with pytest.raises(UserError, match=r"holds 5000 tokens, fewer than one window of task.context=5000"):
         ShardStream(shards, 5000, seed=0)
+
+
+def test_a_stream_is_resumed_in_a_folder_that_has_grown(corpus: Corpus, tmp_path: Path) -> None:
+    """Also where the short shard that it was in was written anew; over epochs."""
+    folder = tmp_path / "out"
+    make(corpus, folder, tokens=3000)
+    unbroken = ShardStream(Shards(folder), 50, seed=2).read(200)
+    stream = ShardStream(Shards(folder), 50, seed=2)
+    found = [stream.read(40)]
+    for tokens in (3100, 5000):
+        state = json.dumps(stream.state_dict())
+        make(corpus, folder, tokens=tokens)
+        stream = ShardStream(Shards(folder), 50, seed=2)
+        stream.load_state_dict(json.loads(state))
+        found.append(stream.read(80))
+        assert stream.state_dict()["tokens"] == 3000
+    assert torch.equal(torch.cat(found), unbroken)
+    assert not torch.equal(ShardStream(Shards(folder), 50, seed=2).read(200), unbroken), "a new run uses all"
+
+
+def test_a_stream_is_not_resumed_in_other_or_fewer_tokens(corpus: Corpus, tmp_path: Path) -> None:
+    make(corpus, tmp_path / "out")
+    state = json.loads(json.dumps(ShardStream(Shards(tmp_path / "out"), 50, seed=0).state_dict()))
+
+    def refused(folder: str, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            ShardStream(Shards(tmp_path / folder), 50, seed=0).load_state_dict(state)
+
+    make(corpus, tmp_path / "fewer", tokens=3000)
+    refused("fewer", r"^the saved position is in 5000 tokens, but '.*fewer' holds 3000 of them; .*by data.tokens=5000")
+    make(corpus, tmp_path / "seed", seed=1)
+    refused("seed", r"^the saved position is in other data: order.seed was 0 and is 1; give back")
+    make(dataclasses.replace(corpus, validation_tokens=20), tmp_path / "held")
+    refused("held", r"in other data: corpus.validation_tokens was 150 and is 20")
+    state["shards"] = "0"
+    refused("out", r"in other data: '.*out' was prepared anew, from changed documents")
+    state = json.loads(json.dumps(corpus.stream(50, seed=0).state_dict()))
+    refused("out", r"in other data: source was local and is shards")
+    write_jsonl(tmp_path / "texts" / "part_000.jsonl", TEXTS)
+    state = ShardStream(Shards(tmp_path / "out"), 50, seed=0).state_dict()
+    make(dataclasses.replace(corpus), tmp_path / "changed")
+    refused("changed", r"in other data: files were added, removed or changed")
 
 
 def test_windows_are_quick_to_come_by(tmp_path: Path, corpus: Corpus) -> None:
@@ -355,5 +526,64 @@ def test_shards_bring_their_tokenizer(corpus: Corpus, tmp_path: Path) -> None:
     path.unlink()
     prepared = Corpus(source="shards", files=str(tmp_path / "out"), tokenizer=str(kept), validation_tokens=10)
     assert prepared.stream(16, seed=0).read(1).shape == (1, 17)
+    make_gpt2(kept)
+    for name in ("manifest.json", "shard_00000.bin"):  # what tells another tokenizer
+        (tmp_path / "out" / name).unlink()
     gpt2 = dataclasses.replace(prepared, tokenizer="gpt2").open_tokenizer()
     assert gpt2.decode(gpt2.encode("the cat").tolist()) == "the cat"
+
+
+@pytest.fixture
+def gpt2_shards(corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Corpus:
+    """Tokens that were prepared by what the hub gave, and no hub any more."""
+    from tokenizers import Tokenizer
+
+    path = str(make_gpt2(tmp_path / "hub.json"))
+    with monkeypatch.context() as patch:
+        library = {"from_pretrained": lambda name: Tokenizer.from_file(path), "from_str": Tokenizer.from_str}
+        patch.setattr("tokenizers.Tokenizer", type("Hub", (), {k: staticmethod(v) for k, v in library.items()}))
+        make(dataclasses.replace(corpus, tokenizer="gpt2"), tmp_path / "out", tokens=2000)
+    return Corpus(source="shards", files=str(tmp_path / "out"), tokenizer="gpt2", validation_tokens=10)
+
+
+def test_a_tokenizer_in_the_folder_is_the_one_that_was_written(gpt2_shards: Corpus, tmp_path: Path) -> None:
+    """Whether the tokens are read first or a text is written."""
+    kept = tmp_path / "out" / "tokenizer.json"
+    content = kept.read_bytes()
+    assert gpt2_shards.stream(16, seed=0).read(1).shape == (1, 17)
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["tokenizer_sha256"]
+    for changed in (content[:-100], content.replace(b"unused7", b"unused_"), b""):
+        kept.write_bytes(changed)
+        for use in (lambda c: c.stream(16, seed=0), lambda c: c.open_tokenizer().decode([0])):
+            with pytest.raises(
+                FpexpError, match=r"out/tokenizer.json was changed; copy it again, or remove it"
+            ) as error:
+                use(dataclasses.replace(gpt2_shards))
+            assert error.value.exit_code == 1
+    kept.unlink()
+    assert dataclasses.replace(gpt2_shards).stream(16, seed=0).read(1).shape == (1, 17), "needs no tokenizer"
+
+
+def test_a_tokenizer_in_the_folder_of_which_no_hash_is_known(gpt2_shards: Corpus, tmp_path: Path) -> None:
+    """As in folders of earlier versions."""
+    path, kept = tmp_path / "out" / "manifest.json", tmp_path / "out" / "tokenizer.json"
+    raw = json.loads(path.read_text())
+    del raw["tokenizer_sha256"]
+    path.write_text(json.dumps(raw))
+    assert dataclasses.replace(gpt2_shards).open_tokenizer().decode([0]) == "!"
+    content = kept.read_bytes()
+    for write, message in (
+        (lambda: kept.write_bytes(content[:-100]), r"out/tokenizer.json is no tokenizer.json \(.*\); copy it again"),
+        (lambda: make_tokenizer(kept), r"out/tokenizer.json is not the gpt2 tokenizer; copy it again"),
+        (lambda: make_gpt2(kept, 50300), r"out/tokenizer.json is not the gpt2 tokenizer; copy it again"),
+    ):
+        write()
+        with pytest.raises(FpexpError, match=message):
+            dataclasses.replace(gpt2_shards).open_tokenizer().decode([0])
+
+
+def test_nobodys_home_folder() -> None:
+    prepared = Corpus(source="shards", files="~nouser/x", tokenizer="bytes")
+    for use in (prepared.held_out, dataclasses.replace(prepared, tokenizer="gpt2").open_tokenizer):
+        with pytest.raises(UserError, match=r"^task.files=~nouser/x: '~nouser' is nobody's home folder"):
+            use()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,32 @@ def test_other_files_are_another_source(tmp_path: Path) -> None:
     assert LocalFiles(str(path)).describe() == before
     write_jsonl(path, ["other"])
     assert LocalFiles(str(path)).describe() != before
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_file_changed_to_the_same_size_is_another_source(tmp_path: Path, name: str) -> None:
+    write_jsonl(tmp_path / name, ["x" * 2**18])
+    before = LocalFiles(str(tmp_path / name)).describe()
+    content = (tmp_path / name).read_bytes()
+    for at in (30, -10):
+        changed = bytearray(content)
+        changed[at] = ord("y")
+        (tmp_path / name).write_bytes(changed)
+        assert LocalFiles(str(tmp_path / name)).describe()["content"] != before["content"]
+
+
+def test_thousands_of_files_are_described_fast(tmp_path: Path) -> None:
+    for i in range(3000):
+        (tmp_path / f"{i}.txt").write_text("text")
+    source = LocalFiles(str(tmp_path / "*.txt"))
+    began = time.perf_counter()
+    assert source.describe() == source.describe()
+    assert time.perf_counter() - began < 2
+
+
+def test_nobodys_home_folder() -> None:
+    with pytest.raises(UserError, match=r"^task.files=~nouser/\*: '~nouser' is nobody's home folder; write the whole"):
+        LocalFiles("~nouser/*")
 
 
 def test_local_files_leave_nothing_in_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

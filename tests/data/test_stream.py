@@ -161,17 +161,28 @@ def test_other_data_and_other_settings_refuse_a_state(corpus: Corpus, tmp_path: 
         with pytest.raises(UserError, match=f"^the saved position is in other data: {key}"):
             with_(corpus, **settings).stream(8, seed=seed).load_state_dict(state)
     write_jsonl(tmp_path / "part_000.jsonl", ["changed"])
-    with pytest.raises(UserError, match="content was"):
+    with pytest.raises(UserError, match="in other data: files were added, removed or changed; give back the files"):
         with_(corpus).stream(8, seed=0).load_state_dict(state)
 
 
 def test_documents_that_changed_under_the_same_size_are_noticed(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", ["abcdef", "g"])
-    stream = local(tmp_path / "a.jsonl", shuffle_buffer=0).stream(5, seed=0)
+    """At the ends of a file at once, elsewhere where the position shows it."""
+    rest = ["x" * 2**17]
+    for texts, changed in (
+        (["abcdef", "g", *rest], ["a", "gbcdef", *rest]),
+        ([*rest, "abcdef", "g"], [*rest, "a", "gbcdef"]),
+    ):
+        write_jsonl(tmp_path / "a.jsonl", texts)
+        state = local(tmp_path / "a.jsonl", shuffle_buffer=0).stream(5, seed=0).state_dict()
+        write_jsonl(tmp_path / "a.jsonl", changed)
+        with pytest.raises(UserError, match="files were added, removed or changed"):
+            local(tmp_path / "a.jsonl", shuffle_buffer=0).stream(5, seed=0).load_state_dict(state)
+    write_jsonl(tmp_path / "a.jsonl", [*rest, "abcdef", "g", *rest])
+    stream = local(tmp_path / "a.jsonl", shuffle_buffer=0).stream(2**17 + 6, seed=0)
     stream.read(1)
     state = stream.state_dict()
-    write_jsonl(tmp_path / "a.jsonl", ["a", "gbcdef"])
-    again = local(tmp_path / "a.jsonl", shuffle_buffer=0).stream(5, seed=0)
+    write_jsonl(tmp_path / "a.jsonl", [*rest, "a", "gbcdef", *rest])
+    again = local(tmp_path / "a.jsonl", shuffle_buffer=0).stream(2**17 + 6, seed=0)
     again.load_state_dict(state)
     with pytest.raises(FpexpError, match="the documents have changed"):
         again.read(1)

@@ -75,6 +75,31 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
             open_tokenizer(str(tmp_path / "bad.json"))
 
 
+def test_nobodys_home_folder() -> None:
+    with pytest.raises(UserError, match=r"^task.tokenizer=~nouser/t.json: '~nouser' is nobody's home folder"):
+        open_tokenizer("~nouser/t.json")
+
+
+def test_a_text_that_cannot_be_encoded(tmp_path: Path) -> None:
+    """A vocabulary of words without an unknown one; half of a pair of surrogates."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models
+
+    library = Library(models.WordLevel({"a": 0, "</s>": 1}))
+    library.add_special_tokens(["</s>"])
+    library.save(str(tmp_path / "words.json"))
+    words = str(tmp_path / "words.json")
+    for name, text, reason in (
+        (words, "b", r"WordLevel error: Missing \[UNK\] token from the vocabulary"),
+        (words, "a\udcff", "it is not Unicode text"),
+        ("bytes", "a\udcff", "it is not Unicode text"),
+    ):
+        with pytest.raises(
+            UserError, match=rf"^the tokenizer {name} cannot encode this text \({reason}\); use another"
+        ):
+            open_tokenizer(name).encode(text)
+
+
 def test_gpt2_has_its_sizes_before_it_is_fetched() -> None:
     tokenizer = open_tokenizer("gpt2")
     assert (tokenizer.vocabulary_size, tokenizer.separator, tokenizer.identity) == (50257, 50256, "gpt2")

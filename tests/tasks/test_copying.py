@@ -181,7 +181,10 @@ def test_a_prompt_that_cannot_be_read(prompt: str, part: str) -> None:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_lengths_are_checked_against_the_context(packing: bool) -> None:
-    with pytest.raises(UserError, match=r"task.lengths.max=50 needs 103 tokens, more than task.context=102; raise"):
+    with pytest.raises(
+        UserError,
+        match=r"task.lengths.max=50 needs 103 tokens, more than task.context=102; at most 49 here, or raise task",
+    ):
         copying(packing=packing, context=102, lengths=LengthPolicy("fixed", 5, 50, 0.5))
     task = copying(packing=packing, context=103, lengths=LengthPolicy("fixed", 5, 50, 0.5))
     with pytest.raises(UserError, match=r"evaluation.lengths\[1\]=51 needs 105 tokens"):

@@ -238,6 +238,14 @@ def test_the_command_line_trains_measures_and_writes(corpus: str, cli: CommandLi
     assert written.out.startswith("three f")
 
 
+def test_a_length_that_the_held_out_text_does_not_fill(corpus: str, cli: CommandLine) -> None:
+    """Told so that `evaluate`, which has no task.validation_tokens, can act on it."""
+    assert cli("train", "model=lstm", *words(corpus)).code == 0
+    cli("evaluate", f"run={cli.runs()[-1].id}", "lengths=[256]").refused(
+        "lengths=256", "at most 99 here, or raise task.validation_tokens for a new run"
+    )
+
+
 def test_missing_files_leave_no_run(cli: CommandLine) -> None:
     cli("train", "model=lstm", *words("nowhere/*.txt")).refused("nowhere/*.txt")
     assert not cli.runs()
@@ -246,6 +254,20 @@ def test_missing_files_leave_no_run(cli: CommandLine) -> None:
 def test_a_prompt_that_is_not_text_is_refused(corpus: str) -> None:
     with pytest.raises(UserError, match="not UTF-8"):
         language(corpus).read_prompt("h\udcff")
+
+
+def test_a_prompt_that_the_tokenizer_has_no_tokens_for_is_refused(corpus: str, tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words_of_files = {word: i for i, word in enumerate([*WORDS, *map(str, range(60)), "é", "</s>"])}
+    library = Tokenizer(models.WordLevel(words_of_files))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(["</s>"])
+    library.save(str(tmp_path / "words.json"))
+    task = language(corpus, f"task.tokenizer={tmp_path}/words.json")
+    for prompt, message in (("eight", "cannot encode this text"), ("h\udcff", "not UTF-8")):
+        with pytest.raises(UserError, match=message):
+            task.read_prompt(prompt)
 
 
 def test_what_only_pads_the_vocabulary_is_not_written(corpus: str) -> None:

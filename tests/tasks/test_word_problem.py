@@ -109,7 +109,9 @@ def test_train_validation_and_test_data_differ() -> None:
 def test_length_that_does_not_fit_the_context() -> None:
     task = word_problem("A4", bos=True, context=5)
     task.check_length(4, "lengths")
-    with pytest.raises(UserError, match=r"evaluation.lengths\[2\]=5 needs 6 tokens, more than task.context=5; raise"):
+    with pytest.raises(
+        UserError, match=r"evaluation.lengths\[2\]=5 needs 6 tokens, more than task.context=5; at most 4 here, or raise"
+    ):
         task.check_length(5, "evaluation.lengths[2]")
     with pytest.raises(UserError, match=r"task.lengths.max=4 needs 5 tokens"):
         word_problem("A4", bos=True, context=4)
