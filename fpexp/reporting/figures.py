@@ -29,7 +29,7 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
     for name in names:
         members = [curve for curve in curves if _name(curve) == name and curve.rows]
         for index, curve in enumerate(members):
-            draw(axes, curve, f"C{names.index(name) % 10}", _label(name, members) if index == 0 else None)
+            draw(axes, curve, _colour(names.index(name), len(names)), _label(name, members) if index == 0 else None)
     for level in levels:
         axes.axhline(level, color="0.7", lw=1)
     for length in sorted({curve.trained_to for curve in curves if curve.trained_to}):
@@ -50,16 +50,16 @@ def draw_curves(curves: Sequence[Curve], path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.25)
     if rows:
-        axes.legend(fontsize=8, loc="lower left")
+        axes.legend(fontsize=8, loc="center left" if text else "lower left")
     figure.savefig(path, metadata={"Software": None})
 
 
-def _draw_perplexity(axes: Any, curve: Curve, colour: str, label: str | None) -> None:
+def _draw_perplexity(axes: Any, curve: Curve, colour: Any, label: str | None) -> None:
     values = [row["perplexity"] for row in curve.rows]
     axes.plot([row["length"] for row in curve.rows], values, marker="o", ms=3.5, color=colour, label=label)
 
 
-def _draw_accuracy(axes: Any, curve: Curve, colour: str, label: str | None) -> None:
+def _draw_accuracy(axes: Any, curve: Curve, colour: Any, label: str | None) -> None:
     lengths = [row["length"] for row in curve.rows]
     axes.plot(lengths, [row["token_accuracy"] for row in curve.rows], marker="o", ms=3.5, color=colour, label=label)
     axes.plot(lengths, [row["last_token_accuracy"] for row in curve.rows], ls="--", lw=1, color=colour, alpha=0.6)
@@ -67,6 +67,13 @@ def _draw_accuracy(axes: Any, curve: Curve, colour: str, label: str | None) -> N
     if written:
         accuracies = [row["generated_sequence_accuracy"] for row in written]
         axes.plot([row["length"] for row in written], accuracies, ls=":", lw=1.5, color=colour)
+
+
+def _colour(index: int, count: int) -> Any:
+    """Return the colour of one of so many models: dark and pale ones in turn where there are more than ten."""
+    from matplotlib import colormaps
+
+    return colormaps["tab10"](index % 10) if count <= 10 else colormaps["tab20"](index % 20)
 
 
 def _name(curve: Curve) -> str:
