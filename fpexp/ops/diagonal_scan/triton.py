@@ -108,7 +108,7 @@ def _forward(
     carried = tl.zeros([CHANNELS], COMPUTE)
     if state is not None:
         carried = tl.load(state + sequence * width + channel, channel < width, other=0).to(COMPUTE)
-    for start in range(0, length, TOKENS):
+    for start in tl.range(0, length, TOKENS, num_stages=3):
         at = (sequence * length + start) * width
         inside = (start + token < length)[:, None] & (channel < width)[None, :]
         # Tokens past the end leave the state alone.
@@ -135,7 +135,7 @@ def _backward(
         first = tl.load(state + sequence * width + channel, channel < width, other=0).to(COMPUTE)
     g_later = tl.zeros([CHANNELS], COMPUTE)
     # Rows of a tile go back in time: Triton's own reversed scan moves every number to another lane and back.
-    for last in range(length - 1, -1, -TOKENS):
+    for last in tl.range(length - 1, -1, -TOKENS, num_stages=3):
         at = (sequence * length + last) * width
         t, within = last - token[:, None], (channel < width)[None, :]
         inside = (t >= 0) & within
