@@ -201,8 +201,8 @@ def _after(a1, e1, w1, a2, e2, w2):
 
 
 @triton.jit
-def _before(p2, g2, a2, p1, g1, a1):  # the later token first; a: the decay by which G leaves this token for the one before
-    return p1 * (a2 * p2), p1 * (a2 * g2) + g1, a1
+def _before(p2, G2, decay2, p1, G1, decay1):  # token 2 first; its decay is that by which G leaves it for token 1
+    return p1 * (decay2 * p2), p1 * (decay2 * G2) + G1, decay1
 
 
 @triton.jit(do_not_specialize=["width"])
