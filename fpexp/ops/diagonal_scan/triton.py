@@ -47,6 +47,12 @@ def diagonal_scan(a: Tensor, x: Tensor, state: Tensor | None = None) -> Tensor:
     return h
 
 
+def launches(a: Tensor, x: Tensor, state: Tensor | None = None) -> dict[str, Launch]:
+    """What training launches for contiguous arguments, by name; meta tensors will do to compile it."""
+    h, onwards = forward(a, x, state)
+    return {"forward": onwards, "backward": backward(a, h, state, h)[1]}
+
+
 def forward(a: Tensor, x: Tensor, state: Tensor | None) -> tuple[Tensor, Launch]:
     """Return h, not yet filled, and what fills it; arguments are contiguous."""
     h = torch.empty_like(x)

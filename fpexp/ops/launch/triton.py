@@ -41,11 +41,6 @@ class Launch:
     warps: int
     arguments: Mapping[str, Any]
 
-    @property
-    def name(self) -> str:
-        """The kernel's name without its underscore."""
-        return str(self.kernel.__name__).strip("_")
-
     def run(self) -> None:
         """Start it on the device of its tensors; nothing happens where there is no program."""
         if not self.programs:

@@ -73,6 +73,16 @@ def selective_scan(
     return y, H
 
 
+def launches(
+    x: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, state: Tensor | None = None
+) -> dict[str, Launch]:
+    """What training launches for contiguous arguments, by name; meta tensors will do to compile it."""
+    problem = Problem.of(x, delta, A, b, c, D, state)
+    kept = problem.empty_kept()
+    y, H, onwards = forward(problem, kept)
+    return {"forward": onwards, "backward": backward(problem, kept, y, H)[1]}
+
+
 class Problem(NamedTuple):
     """The arguments, contiguous."""
 
