@@ -45,8 +45,8 @@ _TOKENS = 64
 
 _STATE = 64 * 128
 
-_PRECISION = {torch.float64: "ieee", torch.float32: "tf32x3"}
-"""Of products, by type of x; tf32 for narrower ones."""
+_PRECISION = {torch.float64: "ieee", torch.float32: "tf32x3", torch.float16: "tf32", torch.bfloat16: "bf16"}
+"""Of the factors of products, by type of x: a state may be past what float16 holds."""
 
 
 def ssd(
@@ -117,7 +117,7 @@ class Problem(NamedTuple):
         sizes |= dict(zip(("TOKENS", "ROWS", "COLUMNS"), self.tile, strict=True))
         arguments = {**self._asdict(), **tensors, **sizes}
         arguments["COMPUTE"] = COMPUTE.get(self.x.dtype, tl.float32)
-        arguments["PRECISION"] = _PRECISION.get(self.x.dtype, "tf32")
+        arguments["PRECISION"] = _PRECISION[self.x.dtype]
         return Launch(kernel, batch * heads, 8, arguments)
 
 
@@ -188,7 +188,10 @@ class _SSD(torch.autograd.Function):
 
 @triton.jit
 def _product(a, b, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
-    return tl.dot(a, b, input_precision=PRECISION, out_dtype=COMPUTE)
+    if PRECISION == "bf16":
+        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), out_dtype=COMPUTE)
+    else:
+        return tl.dot(a, b, input_precision=PRECISION, out_dtype=COMPUTE)
 
 
 @triton.jit
