@@ -29,7 +29,7 @@ from torch import Tensor
 from fpexp.bench import selective_scan
 from fpexp.bench.context import Context
 from fpexp.bench.measure import Check, Contender, Target
-from fpexp.bench.ops import diagonal_inputs
+from fpexp.bench.ops import diagonal_inputs, ssd_inputs
 from fpexp.config.schema import did_you_mean
 from fpexp.errors import UserError
 
@@ -42,7 +42,7 @@ NO_SPILLS = Target("spilled_bytes", at_most=0)
 
 
 class Shape(NamedTuple):
-    """Of a layer's scan: B, T, d and N."""
+    """Of a layer's scan: B, T, d, and the N of the selective scan; SSD has heads of 64 and N 128."""
 
     batch: int
     length: int
@@ -55,6 +55,10 @@ class Shape(NamedTuple):
         with torch.device("meta"):
             if op == "diagonal_scan":
                 return {**diagonal_inputs(batch, length, width), "state": torch.empty(batch, width)}
+            if op == "ssd":
+                inputs = ssd_inputs(batch, length, width)
+                _, _, heads, P = inputs["x"].shape
+                return {**inputs, "state": torch.empty(batch, heads, P, inputs["b"].shape[3])}
             inputs = selective_scan.make_inputs(batch, length, width, state_size=N)
             return {**inputs, "state": torch.empty(batch, width, N)}
 
@@ -66,7 +70,7 @@ SCALES = {
     "copy": Shape(128, 128, 2048, 32),
 }
 
-OPS = ("diagonal_scan", "selective_scan")
+OPS = ("diagonal_scan", "selective_scan", "ssd")
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ def _of_op(op: str, scale: str, dtype: str, architecture: int) -> Iterator[Conte
     described = ", ".join(f"{name} {size}" for name, size in zip("BTdN", shape, strict=True))
     group = f"{scale} ({described}), sm_{architecture}"
     missing = why_not_compiled()
-    launches = {"forward": None, "backward": None} if missing else prepare(op, shape, getattr(torch, dtype))
+    launches = {"kernels": None} if missing else prepare(op, shape, getattr(torch, dtype))
     for name, launch in launches.items():
         compiled = cache(partial(Compiled.of, launch, architecture))
         yield Contender(

@@ -1,4 +1,4 @@
-"""The Triton scans against the float64 loops (CASES.md 7, 9, 12, 13, 14, 17): on a GPU, or in Triton's interpreter.
+"""Triton's scans and SSD against the float64 loops, on a GPU or in the interpreter (CASES.md 7, 9, 12, 13, 14, 17).
 
 The interpreter takes about a millisecond for a number of a scan, hence the tiny widths.
 """
@@ -6,6 +6,7 @@ The interpreter takes about a millisecond for a number of a scan, hence the tiny
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +16,15 @@ from torch.nn import functional
 
 from fpexp.ops.diagonal_scan import diagonal_scan
 from fpexp.ops.selective_scan import selective_scan
+from fpexp.ops.ssd import ssd
 
 pytest.importorskip("triton")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-Inputs = dict[str, Tensor | None]
+Inputs = dict[str, Any]
+Op = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +61,28 @@ def of_selective_scan(length: int, dtype: torch.dtype, batch: int = 1, d: int = 
     return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
 
 
-def run(op: Callable[..., Tensor | tuple[Tensor, Tensor]], inputs: Inputs, backend: str) -> dict[str, Tensor]:
+def of_ssd(
+    length: int, dtype: torch.dtype, batch: int = 1, heads: int = 2, P: int = 3, groups: int = 1, N: int = 5
+) -> Inputs:
+    """As `of_selective_scan`."""
+    wide = dtype if dtype == torch.float64 else torch.float32
+    tensors = {
+        "x": random(batch, length, heads, P, seed=1).to(dtype),
+        "delta": functional.softplus(2 * random(batch, length, heads, seed=2) - 2).to(dtype),
+        "A": -random(heads, seed=3).exp().to(wide),
+        "b": random(batch, length, groups, N, seed=4).to(dtype),
+        "c": random(batch, length, groups, N, seed=5).to(dtype),
+        "D": random(heads, seed=6).to(wide),
+        "state": random(batch, heads, P, N, seed=8).to(wide),
+    }
+    return {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+
+
+MAKERS = {diagonal_scan: of_diagonal_scan, selective_scan: of_selective_scan, ssd: of_ssd}
+OPS = pytest.mark.parametrize("op", MAKERS, ids=lambda op: op.__name__)
+
+
+def run(op: Op, inputs: Inputs, backend: str) -> dict[str, Tensor]:
     """What the op returns, and the gradient of every input from gradients of all of it, which any type can hold."""
     leaves = {name: None if t is None else t.detach().requires_grad_() for name, t in inputs.items()}
     found = op(**leaves, backend=backend)
@@ -70,10 +94,8 @@ def run(op: Callable[..., Tensor | tuple[Tensor, Tensor]], inputs: Inputs, backe
     return {f"output {i}": out.detach() for i, out in enumerate(outputs)} | named
 
 
-def check(op: Callable[..., Tensor | tuple[Tensor, Tensor]], inputs: Inputs, tolerance: float | None = None) -> None:
+def check(op: Op, inputs: Inputs, tolerance: float | None = None) -> None:
     """Within `tolerance` of the largest number, of the type that the op promises."""
-    x = inputs["x"]
-    assert x is not None
     found = run(op, inputs, "triton")
     exact = run(op, {name: None if t is None else t.double() for name, t in inputs.items()}, "reference")
     for name, expected in exact.items():
@@ -81,7 +103,7 @@ def check(op: Callable[..., Tensor | tuple[Tensor, Tensor]], inputs: Inputs, tol
         dtype = found[name].dtype if given is None else given.dtype
         assert (found[name].shape, found[name].dtype) == (expected.shape, dtype), name
         error = (found[name].double() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
-        assert error <= (tolerance or TOLERANCE[x.dtype]), f"{name}: {error}"
+        assert error <= (tolerance or TOLERANCE[inputs["x"].dtype]), f"{name}: {error}"
 
 
 @DTYPES
@@ -96,17 +118,22 @@ def test_selective_scan(length: int, dtype: torch.dtype) -> None:
     check(selective_scan, of_selective_scan(length, dtype))
 
 
+@DTYPES
+@pytest.mark.parametrize("length", LENGTHS)
+def test_ssd(length: int, dtype: torch.dtype) -> None:
+    check(ssd, of_ssd(length, dtype), 2e-2 if dtype == torch.bfloat16 else None)
+
+
+@OPS
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-def test_other_types(dtype: torch.dtype) -> None:
-    check(diagonal_scan, of_diagonal_scan(35, dtype))
-    check(selective_scan, of_selective_scan(17, dtype))
+def test_other_types(dtype: torch.dtype, op: Op) -> None:
+    check(op, MAKERS[op](35, dtype))
 
 
 @pytest.mark.parametrize(("batch", "d"), [(1, 1), (3, 8), (2, 33), (1, 72)])
 def test_widths_of_the_diagonal_scan(batch: int, d: int) -> None:
     inputs = of_diagonal_scan(3, torch.float32, batch, d)
     check(diagonal_scan, inputs)
-    check(diagonal_scan, {**inputs, "state": None})
 
 
 @pytest.mark.parametrize(("batch", "d", "N"), [(1, 1, 1), (2, 33, 1), (3, 2, 5), (2, 3, 16), (1, 1, 24), (1, 1, 130)])
@@ -114,8 +141,14 @@ def test_widths_of_the_selective_scan(batch: int, d: int, N: int) -> None:
     check(selective_scan, of_selective_scan(3, torch.float32, batch, d, N))
 
 
-def test_no_state_of_the_selective_scan() -> None:
-    check(selective_scan, {**of_selective_scan(17, torch.float32, batch=2), "state": None})
+@pytest.mark.parametrize(("heads", "P", "groups", "N"), [(1, 1, 1, 1), (4, 8, 2, 17), (3, 24, 3, 3), (2, 72, 1, 100)])
+def test_widths_of_ssd(heads: int, P: int, groups: int, N: int) -> None:
+    check(ssd, of_ssd(19, torch.float32, 2, heads, P, groups, N))
+
+
+@OPS
+def test_no_state(op: Op) -> None:
+    check(op, {**MAKERS[op](17, torch.float32, batch=2), "state": None})
 
 
 def test_extreme_log_decays() -> None:
@@ -123,9 +156,9 @@ def test_extreme_log_decays() -> None:
     inputs = of_selective_scan(33, torch.float32)
     choices = torch.tensor([0.0, 1e-6, 50.0, 1e4])
     picked = torch.randint(4, (1, 33, 2), generator=torch.Generator().manual_seed(0))
-    A = inputs["A"]
-    assert A is not None
-    check(selective_scan, {**inputs, "delta": choices[picked].to(DEVICE), "A": -torch.ones_like(A)})
+    check(selective_scan, {**inputs, "delta": choices[picked].to(DEVICE), "A": -torch.ones_like(inputs["A"])})
+    inputs = of_ssd(33, torch.float32)
+    check(ssd, {**inputs, "delta": choices[picked].to(DEVICE), "A": -torch.ones_like(inputs["A"])})
 
 
 def strided(tensor: Tensor) -> Tensor:
@@ -135,11 +168,10 @@ def strided(tensor: Tensor) -> Tensor:
     return view
 
 
-@pytest.mark.parametrize("op", [diagonal_scan, selective_scan])
-def test_strided_views_are_as_contiguous_copies(op: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> None:
+@OPS
+def test_strided_views_are_as_contiguous_copies(op: Op) -> None:
     """CASES.md 12."""
-    make = of_diagonal_scan if op is diagonal_scan else of_selective_scan
-    inputs = make(17, torch.float32, batch=2)
+    inputs = MAKERS[op](17, torch.float32, batch=2)
     views = {name: tensor if tensor is None or tensor.dim() < 2 else strided(tensor) for name, tensor in inputs.items()}
     plain, viewed = run(op, inputs, "triton"), run(op, views, "triton")
     for name in plain:
@@ -148,19 +180,19 @@ def test_strided_views_are_as_contiguous_copies(op: Callable[..., Tensor | tuple
 
 def test_expanded_inputs_and_gradients() -> None:
     """CASES.md 12: `y.sum().backward()`, which says nothing of the last state; x is one number."""
-    for make, op in ((of_diagonal_scan, diagonal_scan), (of_selective_scan, selective_scan)):
+    for op, make in MAKERS.items():
         inputs = make(17, torch.float32)
         gradients = {}
         for backend in ("triton", "reference"):
-            x = torch.ones(1, 1, 1, device=DEVICE, requires_grad=True)
-            result = op(**{**inputs, "x": x.expand(1, 17, inputs["x"].shape[2])}, backend=backend)
+            x = torch.ones((), device=DEVICE, requires_grad=True)
+            result = op(**{**inputs, "x": x.expand(inputs["x"].shape)}, backend=backend)
             (result if isinstance(result, Tensor) else result[0]).sum().backward()
             gradients[backend] = x.grad
         torch.testing.assert_close(gradients["triton"], gradients["reference"])
 
 
 def test_one_argument_asks_for_a_gradient() -> None:
-    for make, op in ((of_diagonal_scan, diagonal_scan), (of_selective_scan, selective_scan)):
+    for op, make in MAKERS.items():
         inputs = make(3, torch.float32)
         for wanted, tensor in inputs.items():
             gradients = []
@@ -181,33 +213,35 @@ def test_carrying_the_state(parts: list[int]) -> None:
         pieces.append(diagonal_scan(a, x, state, backend="triton"))
         state = pieces[-1][:, -1]
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-6, atol=1e-6)
-    inputs = of_selective_scan(130, torch.float32)
-    (whole, last), state, pieces = selective_scan(**inputs, backend="triton"), inputs["state"], []
-    for timed in zip(*(inputs[name].split(parts, 1) for name in ("x", "delta", "b", "c")), strict=True):
-        cut = {**inputs, **dict(zip(("x", "delta", "b", "c"), timed, strict=True)), "state": state}
-        y, state = selective_scan(**cut, backend="triton")
-        pieces.append(y)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(state, last, rtol=1e-5, atol=1e-6)
+    for op in (selective_scan, ssd):
+        inputs = MAKERS[op](130, torch.float32)
+        (whole, last), state, pieces = op(**inputs, backend="triton"), inputs["state"], []
+        for timed in zip(*(inputs[name].split(parts, 1) for name in ("x", "delta", "b", "c")), strict=True):
+            cut = {**inputs, **dict(zip(("x", "delta", "b", "c"), timed, strict=True)), "state": state}
+            y, state = op(**cut, backend="triton")
+            pieces.append(y)
+        torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(state, last, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("op", [diagonal_scan, selective_scan])
-def test_autocast_and_precision(op: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> None:
+@OPS
+def test_autocast_and_precision(op: Op) -> None:
     """CASES.md 14: bfloat16 comes in and y goes out, the state in between is float32, autocast changes nothing."""
-    inputs = (of_diagonal_scan if op is diagonal_scan else of_selective_scan)(17, torch.bfloat16)
+    inputs = MAKERS[op](17, torch.bfloat16)
     with torch.autocast(DEVICE, torch.bfloat16):
         found = run(op, inputs, "triton")
     plain = run(op, inputs, "triton")
     assert all(torch.equal(found[name], plain[name]) for name in found)
     check(op, {name: tensor.float() for name, tensor in inputs.items()}, tolerance=1e-6)
-    if op is selective_scan:
+    if op is not diagonal_scan:
         assert (found["output 0"].dtype, found["output 1"].dtype) == (torch.bfloat16, torch.float32)
         exact = run(op, {name: tensor.double() for name, tensor in inputs.items()}, "reference")["output 1"]
-        torch.testing.assert_close(found["output 1"].double(), exact, rtol=1e-5, atol=1e-5)
+        tolerance = 1e-5 if op is selective_scan else 1e-2  # factors of products are bfloat16
+        torch.testing.assert_close(found["output 1"].double(), exact, rtol=tolerance, atol=tolerance)
 
 
 def test_differentiated_twice_is_refused() -> None:
-    for make, op in ((of_diagonal_scan, diagonal_scan), (of_selective_scan, selective_scan)):
+    for op, make in MAKERS.items():
         x = (inputs := make(2, torch.float32))["x"].requires_grad_()
         result = op(**inputs, backend="triton")
         total = (result if isinstance(result, Tensor) else result[0]).square().sum()

@@ -55,22 +55,23 @@ class Launch:
         Not in a process with TRITON_INTERPRET=1, where there are no kernels to compile.
         """
         signature, constants, attributes = {}, {}, {}
-        for i, (name, value) in enumerate(self.arguments.items()):
-            kind = self._kind(i, value)
-            signature[name] = kind
+        for i, parameter in enumerate(self.kernel.params):
+            value = self.arguments[parameter.name]
+            kind = self._kind(parameter, value)
+            signature[parameter.name] = kind
             if kind == "constexpr":
                 constants[(i,)] = value
-            elif isinstance(value, Tensor) or (value % 16 == 0 and not self.kernel.params[i].do_not_specialize):
+            elif isinstance(value, Tensor) or (value % 16 == 0 and not parameter.do_not_specialize):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, attributes)
         target = GPUTarget("cuda", capability, 32)
         compiled = triton.compile(source, target=target, options={"num_warps": self.warps})
         return _usage(compiled, capability)
 
-    def _kind(self, index: int, value: Any) -> str:
+    @staticmethod
+    def _kind(parameter: Any, value: Any) -> str:
         if isinstance(value, Tensor):
             return f"*{_TYPES[value.dtype]}"
-        parameter = self.kernel.params[index]
         if value is None or parameter.is_constexpr or (value == 1 and not parameter.do_not_specialize):
             return "constexpr"
         return "i32" if -(2**31) <= value < 2**31 else "i64"
