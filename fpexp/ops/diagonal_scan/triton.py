@@ -8,15 +8,17 @@ thread and no lane waits for another. The backward runs the adjoint from the las
 
 and reads h back in the type of x: keeping it costs nothing, and it is all that a recomputation would find.
 
-Occupancy: B d / 32 warps and no parallelism over time. B 8, d 1536 are 384 warps, 3 to each of 132 SMs, each with
-16 KiB under way while it loads: 48 KiB an SM, where 4.3 TB/s at 0.7 us of latency ask for 23. A tile loads, then
-scans, then stores, so that about half of that is under way on average. B d below some 8000 leaves memory idle: one
-would cut time into pieces, whose products of a and last states, found first, are chained; that reads a and x twice.
+Occupancy: B d / 32 warps and no parallelism over time. B 8, d 1536 are 384 warps, 3 to each of 132 SMs. Of float32 the
+next two tiles are copied to shared memory meanwhile, 16 KiB a warp forward: 48 KiB an SM are under way, where 4.3 TB/s
+at 0.7 us of latency ask for 23. Narrower numbers are too small for such copies: a tile loads, is scanned and stored,
+with 12 KiB an SM under way at best. B d below some 6000 leaves memory idle: one would cut time into pieces, whose
+products of a and last states, found first, are chained; that reads a and x twice.
 
 Roofline for an H200 (4.3 TB/s): with s bytes a number, forward 3 s B T d bytes and 2 B T d operations, backward 5 s B T
-d and 3 B T d. Operations never count. Predicted floors, float32 (half in bfloat16): B 8, T 2048, d 1536: forward
-70 us, backward 117 us; B 256, T 16, d 128 (cpu scale): 1.5 us and 2.4 us, below what two launches cost (some 10 us).
-Expected: 1.3 to 2 times the floor at the first, launches alone at the second. Not measured yet.
+d and 3 B T d. Operations never count. Floors in float32, half of that in bfloat16: B 8, T 2048, d 1536: forward 70 us,
+backward 117 us; B 256, T 16, d 128 (cpu scale): 1.5 us and 2.4 us, below what two launches cost (some 10 us).
+Predicted: 1.1 to 1.5 times the floor at the first in float32, 2 to 3 times in bfloat16, launches alone at the second.
+Not measured yet.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ _CHANNELS = 32
 """A lane each."""
 
 _TOKENS = 32
-"""In a tile at most: each is a register a tensor, and its address two."""
+"""In a tile at most: each is a register for each tensor, and two for its address."""
 
 
 def diagonal_scan(a: Tensor, x: Tensor, state: Tensor | None = None) -> Tensor:

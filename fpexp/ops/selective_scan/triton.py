@@ -10,25 +10,26 @@ The adjoint needs G_t before it is multiplied by decay_t; the same way round, fr
 
     G_t = decay_{t+1} G_{t+1} + grad_y_t c_t^T
 
-The state before each tile is kept (B T d N / 16 numbers); the backward goes from there, from the last tile to the
-first, and computes the tile again. Sums over channels (b, c) or sequences (A, D) are made in a program first and then
-by torch in a fixed order: the result is the same every time. The state is float32 (float64 for float64 x), decays are
-exp2 of numbers that are not positive, and a token past the end has delta 0: decay 1, nothing written.
+The state before each tile is kept (B T d N / 8 numbers for N 16); the backward goes from there, from the last tile to
+the first, and computes the tile again. Sums over channels (b, c) or sequences (A, D) are made in a program first and
+then by torch in a fixed order: the result is the same every time. The state is float32 (float64 for float64 x), decays
+are exp2 of numbers that are not positive, and a token past the end has delta 0: decay 1, nothing written.
 
-Occupancy: B d / 32 programs and no parallelism over time. B 8, d 1536 are 384 of 8 warps, 23 warps to each of 132 SMs,
-where registers leave room for 16 to 24. B d below some 4000 leaves SMs idle: one would cut time into pieces, each from
-the state that the products of the pieces before give, for a second exp of every element.
+Occupancy: B d / 32 programs and no parallelism over time. B 8, d 1536 are 384 on 132 SMs, two at a time forward (8
+warps each) and one backward (16 warps): 2 and 3 rounds. B d below some 4000 leaves SMs idle: one would cut time into
+pieces, each from the state that the products of the pieces before give, for a second exp of every element.
 
 Roofline for an H200 (132 SMs at 1.7 GHz, 16 exp2, 32 shuffles and 128 float32 operations a clock each; 4.3 TB/s), with
 E = B T d N elements and s bytes a number of x:
 
-    forward   3 s E / N + 4 E / 16 bytes (no gradient: without the last)   1 exp2, 6 operations an element
-    backward  5 s E / N + 4 E / 16 bytes                                   1 exp2, 16 operations, 10 shuffles an element
+    forward   3 s E / N + 4 E / 8 bytes (no gradient: without the last)   1 exp2, 6 operations an element
+    backward  5 s E / N + 4 E / 8 + E / 2 bytes (the last: db, dc)        1 exp2, 16 operations, 10 shuffles an element
 
-B 8, T 2048, d 1536, N 16 (E = 4.0e8), float32: forward 94 us of memory, 112 us of exp2, 84 us of arithmetic; backward
-140 us, 112 us, 225 us and 560 us of shuffles, which sum db and dc over lanes. Predicted: forward 0.2 to 0.3 ms,
-backward 0.8 to 1.1 ms. B 256, T 16, d 128, N 16 (cpu scale, E = 8.4e6): floors 2.3 us and 12 us, below or near what
-two launches and torch's sums cost (some 30 us). Not measured yet.
+B 8, T 2048, d 1536, N 16 (E = 4.0e8), float32: forward 117 us of memory, 112 us of exp2, 84 us of arithmetic; backward
+210 us, 112 us, 225 us and 560 us of shuffles, which sum db and dc over lanes. But a tile also waits at some 20 barriers
+forward and 36 backward, for what goes from one warp to another, of 30 to 60 cycles each, and little else runs
+meanwhile: predicted are 0.3 to 0.6 ms forward and 1.5 to 2.2 ms backward. B 256, T 16, d 128, N 16 (cpu scale, E =
+8.4e6): floors 2.4 us and 12 us, below what two launches and torch's sums cost (some 30 us). Not measured yet.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ _CHANNELS = 32
 _TILE = 128
 """Tokens times N in a tile at most: twice that spills in the backward, whose 16 warps leave a thread 128 registers."""
 
-_TOKENS, _WARPS = 16, 16
-"""At most."""
+_TOKENS = 16
+"""In a tile at most."""
+
+_WARPS, _WARPS_BACK = 8, 16
+"""At most: so many that registers leave room for two programs on a multiprocessor forward, and none spills backward."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -129,14 +133,14 @@ class Problem(NamedTuple):
         batch, length, width = self.x.shape
         return self.new_empty(batch, triton.cdiv(length, self.tokens), self.A.shape[1], width)
 
-    def launch(self, kernel: Any, **tensors: Tensor | None) -> Launch:
+    def launch(self, kernel: Any, warps: int, **tensors: Tensor | None) -> Launch:
         """Return a launch of `kernel` on these arguments and on `tensors`, which follow them."""
         batch, length, width = self.x.shape
         sizes = {"length": length, "width": width, "N": self.A.shape[1]}
         sizes |= {"CHANNELS": self.channels, "STATES": self.states, "TOKENS": self.tokens}
         arguments = {**self._asdict(), **tensors, **sizes}
         arguments["COMPUTE"] = COMPUTE.get(self.x.dtype, tl.float32)
-        return Launch(kernel, batch * self.blocks, min(_WARPS, self.states), arguments)
+        return Launch(kernel, batch * self.blocks, min(warps, self.states), arguments)
 
 
 def forward(problem: Problem, kept: Tensor | None) -> tuple[Tensor, Tensor, Launch]:
@@ -144,7 +148,7 @@ def forward(problem: Problem, kept: Tensor | None) -> tuple[Tensor, Tensor, Laun
     y = torch.empty_like(problem.x)
     batch, _, width = problem.x.shape
     H = problem.new_empty(batch, width, problem.A.shape[1])
-    return y, H, problem.launch(_forward, y=y, final=H, kept=kept)
+    return y, H, problem.launch(_forward, _WARPS, y=y, final=H, kept=kept)
 
 
 class Gradients(NamedTuple):
@@ -172,7 +176,8 @@ def backward(problem: Problem, kept: Tensor, grad_y: Tensor, grad_H: Tensor | No
         dD=problem.new_empty(batch, width),
         dstate=None if problem.state is None else torch.empty_like(problem.state),
     )
-    return gradients, problem.launch(_backward, kept=kept, grad_y=grad_y, grad_final=grad_H, **gradients._asdict())
+    given = {"kept": kept, "grad_y": grad_y, "grad_final": grad_H}
+    return gradients, problem.launch(_backward, _WARPS_BACK, **given, **gradients._asdict())
 
 
 class _SelectiveScan(torch.autograd.Function):
