@@ -108,6 +108,7 @@ def _of_op(op: str, scale: str, dtype: str, architecture: int) -> Iterator[Conte
     launches = {"kernels": None} if missing else prepare(op, shape, getattr(torch, dtype))
     for name, launch in launches.items():
         compiled = cache(partial(Compiled.of, launch, architecture))
+        failure = missing or why_it_fails(compiled)
         yield Contender(
             f"{op} {name}, {dtype}",
             group,
@@ -116,7 +117,7 @@ def _of_op(op: str, scale: str, dtype: str, architecture: int) -> Iterator[Conte
             target=NO_SPILLS,
             numbers=partial(_numbers, compiled),
             once=True,
-            missing=missing,
+            missing=failure,
         )
 
 
@@ -151,6 +152,15 @@ class Compiled(NamedTuple):
         began = time.perf_counter()
         usage = launch.compile(architecture)
         return cls(time.perf_counter() - began, usage)
+
+
+def why_it_fails(compiled: Callable[[], Compiled]) -> str:
+    """Compile, and return why that cannot be done; empty where it can."""
+    try:
+        compiled()
+    except Exception as error:  # of Triton's compiler, which raises errors of many kinds
+        return f"does not compile: {str(error).strip().splitlines()[-1]}"
+    return ""
 
 
 def _seconds(compiled: Callable[[], Compiled]) -> float:

@@ -27,6 +27,7 @@ the states again twice, the adjoint once more, db and dc of heads there and back
 L2 cache (50 MB) helps little. Predicted: forward 0.3 to 0.45 ms, backward 0.8 to 1.2 ms. B 256, T 16, 2 heads of P 64,
 N 128 (cpu scale): states 17 MB, 20 us and 45 us, below what three and four launches and torch's sums cost (some 60
 us). Not measured yet. For float32 x products take three times as long, and registers spill (`fpexp bench kernels`).
+Triton 3.7 fails on `_of_x_and_delta` for sm_100, and it spills on sm_80: Hopper is what this is for so far.
 """
 
 from __future__ import annotations
