@@ -52,6 +52,11 @@ BENCHMARKS = {
         "each op, fused, against its loop over tokens, and as the length doubles",
         "ops=[selective_scan,ssd,delta_rule,delta_product,diagonal_scan] batch_size=8 length=512 width=256",
     ),
+    "kernels": Entry(
+        "fpexp.bench.kernels",
+        "registers, shared memory and spills of Triton's kernels, compiled for GPUs that need not be there",
+        "compile_only=true scales=[cpu,gpu,paper,copy] dtypes=[float32,bfloat16] architectures=[80,90,100]",
+    ),
     "second_start": Entry(
         "fpexp.bench.second_start",
         "`fpexp train` to its first step, kernels compiled before",

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -36,7 +37,8 @@ def choose(op: str, device: torch.device, requested: str = "auto") -> str:
     """Return the name of the backend of `op` for tensors on `device`.
 
     `auto` is the device's fused backend where it exists and imports, else `reference`. UserError where the backend
-    that was asked for does not exist, is for other devices, or does not import.
+    that was asked for does not exist, is for other devices, or does not import. `triton` may be asked for on a CPU
+    where its interpreter takes the place of a GPU.
     """
     existing = available(op)
     if requested == "auto":
@@ -45,7 +47,7 @@ def choose(op: str, device: torch.device, requested: str = "auto") -> str:
         raise UserError(f"backend={requested}: {op} has no such backend ({', '.join(('auto', *existing))})")
     if requested == "reference":
         return requested
-    if _FUSED.get(device.type) != requested:
+    if _FUSED.get(device.type) != requested and not (requested == "triton" and device.type == "cpu" and _interprets()):
         wanted = next(kind for kind, name in _FUSED.items() if name == requested)
         raise UserError(f"backend={requested} is for {wanted} tensors, not {device.type}; use backend=auto")
     if reason := _missing(op, requested):
@@ -76,6 +78,11 @@ def available(op: str) -> tuple[str, ...]:
     """Return the backends that `op` has, whether or not they run on this machine."""
     fused = (name for name in _FUSED.values() if importlib.util.find_spec(f"fpexp.ops.{op}.{name}"))
     return (*fused, "reference")
+
+
+def _interprets() -> bool:
+    """Tell whether Triton, which looks at the same variable, runs kernels in Python on CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def _fastest(op: str, device: torch.device, existing: tuple[str, ...]) -> str:

@@ -66,10 +66,44 @@ def test_numba_asked_for_and_missing(without_numba: None) -> None:
         backend.choose("selective_scan", CPU, "cpu")
 
 
-@pytest.mark.parametrize("requested", ["triton", "zz", ""])
+@pytest.mark.parametrize("requested", ["zz", ""])
 def test_unknown_backends_name_those_there_are(requested: str) -> None:
-    with pytest.raises(UserError, match=r"selective_scan has no such backend \(auto, cpu, reference\)"):
+    with pytest.raises(UserError, match=r"selective_scan has no such backend \(auto, cpu, triton, reference\)"):
         backend.choose("selective_scan", CPU, requested)
+    with pytest.raises(UserError, match=r"delta_rule has no such backend \(auto, cpu, reference\)"):
+        backend.choose("delta_rule", CPU, "triton")
+
+
+def test_triton_is_chosen_on_a_gpu() -> None:
+    pytest.importorskip("triton")
+    for op in ("diagonal_scan", "selective_scan", "ssd"):
+        assert backend.choose(op, CUDA) == backend.choose(op, CUDA, "triton") == "triton"
+    assert backend.choose("delta_rule", CUDA) == "reference"
+
+
+def test_triton_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CASES.md 38; its interpreter takes the place of a GPU where it is asked for."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UserError, match="backend=triton is for cuda tensors, not cpu; use backend=auto"):
+        backend.choose("diagonal_scan", CPU, "triton")
+    backend.choose.cache_clear()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert backend.choose("diagonal_scan", CPU, "triton") == "triton"
+    assert backend.choose("diagonal_scan", CPU) != "triton"
+
+
+def test_triton_is_missing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """CASES.md 38."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in ("launch", "diagonal_scan", "selective_scan", "ssd"):
+        monkeypatch.delitem(sys.modules, f"fpexp.ops.{name}.triton", raising=False)
+    with pytest.raises(UserError, match=r"backend=triton needs triton.*pip install triton, or use backend=reference"):
+        backend.choose("diagonal_scan", CUDA, "triton")
+    for _ in range(2):
+        assert backend.choose("diagonal_scan", CUDA) == "reference"
+    (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "backend=reference" in record.getMessage()
 
 
 def test_a_backend_for_another_device() -> None:

@@ -1,0 +1,318 @@
+"""The selective scan in Triton: a program is one sequence and 32 channels, and goes through time in tiles of tokens.
+
+A tile is (tokens, N, channels), a channel a lane, N shared among the warps and time inside each thread: the scan over
+tokens is plain arithmetic, y sums over N in a thread and then among the warps. Two maps H -> a H + w are joined as
+
+    (a_1, e_1, w_1), (a_2, e_2, w_2) -> (a_1 a_2, a_2 (e_1 + w_1) + e_2, w_2),   H_t = e_t + w_t
+
+which leaves e_t = decay_t H_{t-1}, what the gradient of the decay asks for, where H_t - w_t would cancel its digits.
+The adjoint needs G_t before it is multiplied by decay_t; the same way round, from the last token to the first:
+
+    G_t = decay_{t+1} G_{t+1} + grad_y_t c_t^T
+
+The state before each tile is kept (B T d N / 8 numbers for N 16); the backward goes from there, from the last tile to
+the first, and computes the tile again. Sums over channels (b, c) or sequences (A, D) are made in a program first and
+then by torch in a fixed order: the result is the same every time. The state is float32 (float64 for float64 x), decays
+are exp2 of numbers that are not positive, and a token past the end has delta 0: decay 1, nothing written.
+
+Occupancy: B d / 32 programs and no parallelism over time. B 8, d 1536 are 384 on 132 SMs, two at a time forward (8
+warps each) and one backward (16 warps): 2 and 3 rounds. B d below some 4000 leaves SMs idle: one would cut time into
+pieces, each from the state that the products of the pieces before give, for a second exp of every element.
+
+Roofline for an H200 (132 SMs at 1.7 GHz, 16 exp2, 32 shuffles and 128 float32 operations a clock each; 4.3 TB/s), with
+E = B T d N elements and s bytes a number of x:
+
+    forward   3 s E / N + 4 E / 8 bytes (no gradient: without the last)   1 exp2, 6 operations an element
+    backward  5 s E / N + 4 E / 8 + E / 2 bytes (the last: db, dc)        1 exp2, 16 operations, 10 shuffles an element
+
+B 8, T 2048, d 1536, N 16 (E = 4.0e8), float32: forward 117 us of memory, 112 us of exp2, 84 us of arithmetic; backward
+210 us, 112 us, 225 us and 560 us of shuffles, which sum db and dc over lanes. But a tile also waits at some 20 barriers
+forward and 36 backward, for what goes from one warp to another, of 30 to 60 cycles each, and little else runs
+meanwhile: predicted are 0.3 to 0.6 ms forward and 1.5 to 2.2 ms backward. B 256, T 16, d 128, N 16 (cpu scale, E =
+8.4e6): floors 2.4 us and 12 us, below what two launches and torch's sums cost (some 30 us). Not measured yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fpexp.ops.launch.triton import COMPUTE, Launch
+
+_CHANNELS = 32
+"""A lane each."""
+
+_TILE = 128
+"""Tokens times N in a tile at most: twice that spills in the backward, whose 16 warps leave a thread 128 registers."""
+
+_TOKENS = 16
+"""In a tile at most."""
+
+_WARPS, _WARPS_BACK = 8, 16
+"""At most: so many that registers leave room for two programs on a multiprocessor forward, and none spills backward."""
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+def selective_scan(
+    x: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    b: Tensor,
+    c: Tensor,
+    D: Tensor,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """See `fpexp.ops.selective_scan`. What is not contiguous is copied."""
+    arguments = (x, delta, A, b, c, D, state)
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in arguments):
+        return cast(tuple[Tensor, Tensor], _SelectiveScan.apply(*arguments))
+    problem = Problem.of(*arguments)
+    y, H, launch = forward(problem, kept=None)
+    launch.run()
+    return y, H
+
+
+def launches(
+    x: Tensor, delta: Tensor, A: Tensor, b: Tensor, c: Tensor, D: Tensor, state: Tensor | None = None
+) -> dict[str, Launch]:
+    """What training launches for contiguous arguments, by name; meta tensors will do to compile it."""
+    problem = Problem.of(x, delta, A, b, c, D, state)
+    kept = problem.empty_kept()
+    y, H, onwards = forward(problem, kept)
+    return {"forward": onwards, "backward": backward(problem, kept, y, H)[1]}
+
+
+class Problem(NamedTuple):
+    """The arguments, contiguous."""
+
+    x: Tensor
+    delta: Tensor
+    A: Tensor
+    b: Tensor
+    c: Tensor
+    D: Tensor
+    state: Tensor | None
+
+    @classmethod
+    def of(cls, *arguments: Tensor | None) -> Problem:
+        """Copy what is not contiguous."""
+        return cls(*(None if tensor is None else tensor.contiguous() for tensor in arguments))  # type: ignore[arg-type]
+
+    @property
+    def states(self) -> int:
+        """N of a tile."""
+        return triton.next_power_of_2(self.A.shape[1])
+
+    @property
+    def tokens(self) -> int:
+        """Of a tile."""
+        return max(2, min(_TOKENS, _TILE // self.states))
+
+    @property
+    def channels(self) -> int:
+        """Of a tile."""
+        return min(_CHANNELS, triton.next_power_of_2(self.x.shape[2]))
+
+    @property
+    def blocks(self) -> int:
+        """Of channels."""
+        return triton.cdiv(self.x.shape[2], self.channels)
+
+    def new_empty(self, *shape: int) -> Tensor:
+        """Room for numbers in the type that is computed in."""
+        dtype = torch.float64 if self.x.dtype == torch.float64 else torch.float32
+        return self.x.new_empty(shape, dtype=dtype)
+
+    def empty_kept(self) -> Tensor:
+        """Room for the states before each tile, (B, tiles, N, d)."""
+        batch, length, width = self.x.shape
+        return self.new_empty(batch, triton.cdiv(length, self.tokens), self.A.shape[1], width)
+
+    def launch(self, kernel: Any, warps: int, **tensors: Tensor | None) -> Launch:
+        """Return a launch of `kernel` on these arguments and on `tensors`, which follow them."""
+        batch, length, width = self.x.shape
+        sizes = {"length": length, "width": width, "N": self.A.shape[1]}
+        sizes |= {"CHANNELS": self.channels, "STATES": self.states, "TOKENS": self.tokens}
+        arguments = {**self._asdict(), **tensors, **sizes}
+        arguments["COMPUTE"] = COMPUTE.get(self.x.dtype, tl.float32)
+        return Launch(kernel, batch * self.blocks, min(warps, self.states), arguments)
+
+
+def forward(problem: Problem, kept: Tensor | None) -> tuple[Tensor, Tensor, Launch]:
+    """Return y and the last H, not yet filled, and what fills them and `kept`."""
+    y = torch.empty_like(problem.x)
+    batch, _, width = problem.x.shape
+    H = problem.new_empty(batch, width, problem.A.shape[1])
+    return y, H, problem.launch(_forward, _WARPS, y=y, final=H, kept=kept)
+
+
+class Gradients(NamedTuple):
+    """Of x, delta and the state; of A and D for each sequence, of b and c for each block of channels."""
+
+    dx: Tensor
+    ddelta: Tensor
+    dA: Tensor
+    db: Tensor
+    dc: Tensor
+    dD: Tensor
+    dstate: Tensor | None
+
+
+def backward(problem: Problem, kept: Tensor, grad_y: Tensor, grad_H: Tensor | None) -> tuple[Gradients, Launch]:
+    """Return gradients, not yet filled, and what fills them."""
+    batch, length, width = problem.x.shape
+    N = problem.A.shape[1]
+    gradients = Gradients(
+        dx=torch.empty_like(problem.x),
+        ddelta=torch.empty_like(problem.delta),
+        dA=problem.new_empty(batch, width, N),
+        db=problem.new_empty(problem.blocks, batch, length, N),
+        dc=problem.new_empty(problem.blocks, batch, length, N),
+        dD=problem.new_empty(batch, width),
+        dstate=None if problem.state is None else torch.empty_like(problem.state),
+    )
+    given = {"kept": kept, "grad_y": grad_y, "grad_final": grad_H}
+    return gradients, problem.launch(_backward, _WARPS_BACK, **given, **gradients._asdict())
+
+
+class _SelectiveScan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        problem = Problem.of(*arguments)
+        kept = problem.empty_kept()
+        y, H, launch = forward(problem, kept)
+        launch.run()
+        ctx.save_for_backward(*problem, kept)
+        ctx.set_materialize_grads(False)
+        return y, H
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_y: Tensor | None, grad_H: Tensor | None) -> tuple[Tensor | None, ...]:
+        *arguments, kept = ctx.saved_tensors
+        problem = Problem(*arguments)
+        grad_y = torch.zeros_like(problem.x) if grad_y is None else grad_y.contiguous()
+        found, launch = backward(problem, kept, grad_y, None if grad_H is None else grad_H.contiguous())
+        launch.run()
+        dA, db, dc, dD = (
+            part.sum(0).to(tensor.dtype)
+            for part, tensor in zip((found.dA, found.db, found.dc, found.dD), problem[2:6], strict=True)
+        )
+        return found.dx, found.ddelta, dA, db, dc, dD, found.dstate
+
+
+# Kernels. The place of a tile is 64-bit, places inside it are 32-bit. `width` is not specialised: were it known that 16
+# divides it, loads would take four channels a lane, and the scan with them would go across lanes.
+
+
+@triton.jit
+def _after(a1, e1, w1, a2, e2, w2):
+    return a1 * a2, a2 * (e1 + w1) + e2, w2
+
+
+@triton.jit
+def _before(p2, G2, decay2, p1, G1, decay1):  # token 2 first; its decay is that by which G leaves it for token 1
+    return p1 * (decay2 * p2), p1 * (decay2 * G2) + G1, decay1
+
+
+@triton.jit(do_not_specialize=["width"])
+def _forward(
+    x, delta, A, b, c, D, state, y, final, kept, length, width, N,
+    CHANNELS: tl.constexpr, STATES: tl.constexpr, TOKENS: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, CHANNELS)
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    token, n = tl.arange(0, TOKENS), tl.arange(0, STATES)
+    channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
+    there, states = (channel < width)[None, :], (n < N)[None, :]
+    present = (n < N)[:, None] & there
+    in_tile, in_row = token[:, None] * width + channel[None, :], token[:, None] * N + n[None, :]
+    in_state, in_kept = channel[None, :] * N + n[:, None], n[:, None] * width + channel[None, :]
+    rate = tl.load(A + in_state, present, other=0).to(COMPUTE) * _LOG2_E
+    skip = tl.load(D + channel, channel < width, other=0).to(COMPUTE)
+    H = tl.zeros([STATES, CHANNELS], COMPUTE)
+    if state is not None:
+        H = tl.load(state + sequence * width * N + in_state, present, other=0).to(COMPUTE)
+    for start in range(0, length, TOKENS):
+        at = sequence * length + start
+        inside = (start + token < length)[:, None]
+        if kept is not None:
+            tile = sequence * tl.cdiv(length, TOKENS) + start // TOKENS
+            tl.store(kept + tile * N * width + in_kept, H, present)
+        x_tile = tl.load(x + at * width + in_tile, inside & there, other=0).to(COMPUTE)
+        step = tl.load(delta + at * width + in_tile, inside & there, other=0).to(COMPUTE)
+        b_tile = tl.load(b + at * N + in_row, inside & states, other=0).to(COMPUTE)
+        c_tile = tl.load(c + at * N + in_row, inside & states, other=0).to(COMPUTE)
+        decay = tl.exp2(step[:, None, :] * rate[None, :, :])
+        write = (step * x_tile)[:, None, :] * b_tile[:, :, None]
+        e = tl.where(token[:, None, None] == 0, decay * H[None, :, :], 0)
+        _, e, write = tl.associative_scan((decay, e, write), 0, _after)
+        states_after = e + write
+        y_tile = tl.sum(states_after * c_tile[:, :, None], 1) + skip[None, :] * x_tile
+        tl.store(y + at * width + in_tile, y_tile.to(y.dtype.element_ty), inside & there)
+        H = tl.sum(tl.where(token[:, None, None] == TOKENS - 1, states_after, 0), 0)
+    tl.store(final + sequence * width * N + in_state, H, present)
+
+
+@triton.jit(do_not_specialize=["width"])
+def _backward(
+    x, delta, A, b, c, D, state, kept, grad_y, grad_final, dx, ddelta, dA, db, dc, dD, dstate, length, width, N,
+    CHANNELS: tl.constexpr, STATES: tl.constexpr, TOKENS: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, CHANNELS)
+    sequence, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    batch = tl.num_programs(0) // blocks
+    token, n = tl.arange(0, TOKENS), tl.arange(0, STATES)
+    channel = block * CHANNELS + tl.arange(0, CHANNELS)
+    there, states = (channel < width)[None, :], (n < N)[None, :]
+    present = (n < N)[:, None] & there
+    in_tile, in_row = token[:, None] * width + channel[None, :], token[:, None] * N + n[None, :]
+    in_state, in_kept = channel[None, :] * N + n[:, None], n[:, None] * width + channel[None, :]
+    A_tile = tl.load(A + in_state, present, other=0).to(COMPUTE)
+    skip = tl.load(D + channel, channel < width, other=0).to(COMPUTE)
+    owed = tl.zeros([STATES, CHANNELS], COMPUTE)  # decay_{t+1} G_{t+1}
+    if grad_final is not None:
+        owed = tl.load(grad_final + sequence * width * N + in_state, present, other=0).to(COMPUTE)
+    dA_sum, dD_sum = tl.zeros([STATES, CHANNELS], COMPUTE), tl.zeros([CHANNELS], COMPUTE)
+    tiles = tl.cdiv(length, TOKENS)
+    for i in range(tiles - 1, -1, -1):
+        start = i * TOKENS
+        at = sequence * length + start
+        inside = (start + token < length)[:, None]
+        x_tile = tl.load(x + at * width + in_tile, inside & there, other=0).to(COMPUTE)
+        step = tl.load(delta + at * width + in_tile, inside & there, other=0).to(COMPUTE)
+        gy = tl.load(grad_y + at * width + in_tile, inside & there, other=0).to(COMPUTE)
+        b_tile = tl.load(b + at * N + in_row, inside & states, other=0).to(COMPUTE)
+        c_tile = tl.load(c + at * N + in_row, inside & states, other=0).to(COMPUTE)
+        H = tl.load(kept + (sequence * tiles + i) * N * width + in_kept, present, other=0)
+        decay = tl.exp2(step[:, None, :] * (A_tile * _LOG2_E)[None, :, :])
+        write = (step * x_tile)[:, None, :] * b_tile[:, :, None]
+        decayed = tl.where(token[:, None, None] == 0, decay * H[None, :, :], 0)
+        _, decayed, write = tl.associative_scan((decay, decayed, write), 0, _after)
+        in_blocks = (block.to(tl.int64) * batch * length + at) * N
+        tl.store(dc + in_blocks + in_row, tl.sum((decayed + write) * gy[:, None, :], 2), inside & states)
+
+        # Back in time: flipped, since Triton's own reversed scan moves every number to another lane and back.
+        G = gy[:, None, :] * c_tile[:, :, None] + tl.where(token[:, None, None] == TOKENS - 1, owed[None, :, :], 0)
+        ones = tl.full([TOKENS, STATES, CHANNELS], 1, COMPUTE)
+        _, G, _ = tl.associative_scan((ones, tl.flip(G, 0), tl.flip(decay, 0)), 0, _before)
+        G = tl.flip(G, 0)
+        owed = tl.sum(tl.where(token[:, None, None] == 0, decay * G, 0), 0)
+        grad_exponent = G * decayed
+        through_b = tl.sum(G * b_tile[:, :, None], 1)
+        through_decay = tl.sum(grad_exponent * A_tile[None, :, :], 1)
+        dA_sum += tl.sum(grad_exponent * step[:, None, :], 0)
+        dD_sum += tl.sum(gy * x_tile, 0)
+        tl.store(db + in_blocks + in_row, tl.sum(G * (step * x_tile)[:, None, :], 2), inside & states)
+        dx_tile, ddelta_tile = step * through_b + skip[None, :] * gy, x_tile * through_b + through_decay
+        tl.store(dx + at * width + in_tile, dx_tile.to(dx.dtype.element_ty), inside & there)
+        tl.store(ddelta + at * width + in_tile, ddelta_tile.to(ddelta.dtype.element_ty), inside & there)
+    tl.store(dA + sequence * width * N + in_state, dA_sum, present)
+    tl.store(dD + sequence * width + channel, dD_sum, channel < width)
+    if dstate is not None:
+        tl.store(dstate + sequence * width * N + in_state, owed.to(dstate.dtype.element_ty), present)
