@@ -30,7 +30,7 @@ BENCHMARKS = {
     "sampling": Entry(
         "fpexp.bench.sampling",
         "drawing a batch of each task against the training step with it",
-        "model=fp_mamba_h batch_size=0",
+        "model=fp_mamba_h sequences=0",
     ),
     "sequential_solve": Entry(
         "fpexp.bench.sequential_solve",

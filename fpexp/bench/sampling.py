@@ -42,17 +42,17 @@ SUBJECTS = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """Keys of this benchmark; `batch_size` 0 is that of each task's protocol."""
+    """Keys of this benchmark; `sequences` 0 is that of each task's protocol."""
 
     model: str = "fp_mamba_h"
-    batch_size: CountOrZero = 0
+    sequences: CountOrZero = 0
 
 
 def contenders(sizes: Sizes, context: Context) -> Iterator[Contender]:
     """For each task a step and the drawing of its batch."""
     for name, (task, words) in SUBJECTS.items():
         experiment = fresh(sizes.model, *words, task=task)
-        size = sizes.batch_size or experiment.config.training.batch_size
+        size = sizes.sequences or experiment.config.training.batch_size
         draw = drawing(experiment, size)
         batch = draw()
         cap = experiment.schedule.training_cap(batch.inputs.shape[1], generator(0, "bench", 1))

@@ -87,7 +87,7 @@ def test_a_training_step_leaves_the_weights() -> None:
 
 
 def test_sampling(cli: CommandLine) -> None:
-    found = rows(cli, "sampling", "model=lstm", "batch_size=3")
+    found = rows(cli, "sampling", "model=lstm", "sequences=3")
     assert {name for _, name in found} == {"training step", "drawing"}
     assert {group.partition(", batch")[0] for group, _ in found} == {
         "a5", "copy, one example a row", "copy, packed", "modular_arithmetic"

@@ -76,8 +76,9 @@ def test_unknown_backends_name_those_there_are(requested: str) -> None:
 
 def test_triton_is_chosen_on_a_gpu() -> None:
     pytest.importorskip("triton")
-    for op in ("diagonal_scan", "selective_scan", "ssd"):
+    for op in ("diagonal_scan", "selective_scan"):
         assert backend.choose(op, CUDA) == backend.choose(op, CUDA, "triton") == "triton"
+    assert (backend.choose("ssd", CUDA), backend.choose("ssd", CUDA, "triton")) == ("reference", "triton")
     assert backend.choose("delta_rule", CUDA) == "reference"
 
 
