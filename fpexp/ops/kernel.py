@@ -61,11 +61,14 @@ class Kernel:
         of Python's, and neither a fork nor two callers at once end the process, as they do with OpenMP and numba's
         own pool; nothing spins while torch computes.
         """
+        if not self._called:
+            self._called = True
+            with _told_when_slow():
+                self(0, 0, *arguments)  # compiles, or reads what is kept
         threads = min(torch.get_num_threads(), tasks, work // _LEAST_WORK)
         if threads <= 1:
             self(0, tasks, *arguments)
             return
-        self(0, 0, *arguments)  # compiles
         pieces = min(tasks, _PIECES * threads)
         bounds = [tasks * i // pieces for i in range(pieces + 1)]
         numbers = iter(range(pieces))
@@ -84,10 +87,6 @@ class Kernel:
 
     def __call__(self, first: int, last: int, *arguments: Any) -> None:
         """Do tasks `first` to `last` (not included) in this thread."""
-        if not self._called:
-            self._called = True
-            with _told_when_slow():
-                self(0, 0, *arguments)  # compiles, or reads what is kept
         try:
             self._compiled(first, last, *arguments)
         except OSError as error:  # a kernel does no input or output: the cache could not be read or written
