@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -61,11 +61,11 @@ class Kernel:
         of Python's, and neither a fork nor two callers at once end the process, as they do with OpenMP and numba's
         own pool; nothing spins while torch computes.
         """
-        if not self._called:
-            self._called = True
-            with _told_when_slow():
-                self(0, 0, *arguments)  # compiles, or reads what is kept
         threads = min(torch.get_num_threads(), tasks, work // _LEAST_WORK)
+        if threads > 1 or not self._called:
+            with nullcontext() if self._called else _told_when_slow():
+                self(0, 0, *arguments)  # compiles, or reads what is kept; for other types than before in this thread
+            self._called = True
         if threads <= 1:
             self(0, tasks, *arguments)
             return
