@@ -31,14 +31,12 @@ def hold_out(source: Source, tokenizer: Tokenizer, tokens: int) -> tuple[HeldOut
     epoch, and "training never sees them" is one comparison: it begins behind them, in every epoch.
     """
     documents = _documents(source)
-    start = Start()
     parts = []
     for _ in range(2):
         pieces: list[np.ndarray] = []
         missing = tokens
         while missing > 0:
-            start, text = _next(documents, tokens)
-            start = Start(start.part, start.row + 1)
+            _, text = _next(documents, tokens)
             pieces += [tokenizer.encode(text), np.array([tokenizer.separator], np.int32)]
             missing -= len(pieces[-2]) + 1
         joined = np.concatenate(pieces)[:tokens] if pieces else np.empty(0)

@@ -87,6 +87,8 @@ def test_the_held_out_text_is_scored_once_at_every_length(corpus: str, length: i
     assert len(targets) == 99
     reference = torch.cat([batch.targets[batch.targets != IGNORE] for batch in task.held_out(split, 99, 1)])
     assert torch.equal(targets, reference)
+    inputs = torch.cat([batch.inputs[batch.targets != IGNORE] for batch in batches])
+    assert torch.equal(inputs[1:], targets[:-1]), "CASES.md 22: exactly one shift, within windows and across them"
     for batch in batches:
         padded = batch.targets == IGNORE
         assert torch.equal(padded, torch.zeros_like(padded) if batch.mask is None else ~batch.mask)
