@@ -40,6 +40,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fpexp.ops.launch.triton import COMPUTE, Launch
+from fpexp.ops.pieces.triton import carry
+from fpexp.ops.ssd.kernels import triton as kernels
 
 _LEAST = 16
 """Rows and columns of a product at least."""
@@ -49,8 +51,9 @@ _TOKENS = 64
 
 _STATE = 64 * 128
 
-_BLOCK = 1024
-"""Numbers of a state that a program of `_pass` carries."""
+_BLOCK_OF_P = 64
+_BLOCK_OF_N = 64
+"""That goes into a product at a time, at most."""
 
 _PRECISION = {torch.float64: "ieee", torch.float32: "tf32x3", torch.float16: "tf32", torch.bfloat16: "bf16"}
 """Of the factors of products, by type of x: a state may be past what float16 holds."""
@@ -111,11 +114,6 @@ class Problem(NamedTuple):
         most = max(_LEAST, min(_TOKENS, _TOKENS * _STATE // (rows * columns)))
         return min(most, max(_LEAST, triton.next_power_of_2(self.x.shape[1]))), rows, columns
 
-    @property
-    def compute(self) -> Any:
-        """Triton's type of sums and states."""
-        return COMPUTE.get(self.x.dtype, tl.float32)
-
     def new_empty(self, *shape: int) -> Tensor:
         """Room for numbers in the type that is computed in."""
         dtype = torch.float64 if self.x.dtype == torch.float64 else torch.float32
@@ -126,42 +124,39 @@ class Problem(NamedTuple):
         """Of a sequence."""
         return triton.cdiv(self.x.shape[1], self.tile[0])
 
-    def empty_states(self) -> Tensor:
-        """Room for a state of each chunk, (B, heads, chunks, P, N)."""
-        batch, _, heads, P = self.x.shape
-        return self.new_empty(batch, heads, self.chunks, P, self.b.shape[3])
-
     def launch(self, kernel: Any, names: str = "", **others: Any) -> Launch:
         """Return a launch of `kernel`, a program a chunk of each head, on the arguments of these names and others."""
         batch, length, heads, P = self.x.shape
         named = {name: getattr(self, name) for name in names.split()}
         sizes = {"length": length, "heads": heads, "groups": self.b.shape[2], "N": self.b.shape[3], "P": P}
-        constants = {**dict(zip(("TOKENS", "ROWS", "COLUMNS"), self.tile, strict=True)), "COMPUTE": self.compute}
-        arguments = {**named, **others, **sizes, **constants, "PRECISION": _PRECISION[self.x.dtype]}
+        tokens, rows, columns = self.tile
+        constants = {"TOKENS": tokens, "ROWS": min(rows, _BLOCK_OF_N), "COLUMNS": min(columns, _BLOCK_OF_P)}
+        precision = {"COMPUTE": COMPUTE.get(self.x.dtype, tl.float32), "PRECISION": _PRECISION[self.x.dtype]}
+        arguments = {**named, **others, **sizes, **constants, **precision}
         return Launch(kernel, batch * heads * self.chunks, 8, arguments)
 
-    def carry(self, sums: Tensor, first: Tensor | None, last: Tensor | None, back: bool) -> Launch:
-        """Return what turns `sums` into states, from `first` to `last`."""
-        batch, length, heads, P = self.x.shape
-        size = P * self.b.shape[3]
-        tensors = {"delta": self.delta, "A": self.A, "sums": sums, "first": first, "last": last}
-        sizes = {"length": length, "heads": heads, "size": size, "BACK": back, "TOKENS": self.tile[0]}
-        arguments = {**tensors, **sizes, "BLOCK": _BLOCK, "COMPUTE": self.compute}
-        return Launch(_pass, batch * heads * triton.cdiv(size, _BLOCK), 4, arguments)
+    def between(
+        self, rows: Tensor, columns: Tensor, first: Tensor | None, last: Tensor | None, back: bool = False
+    ) -> tuple[Tensor, dict[str, Launch]]:
+        """Return states (B, heads, chunks, P, N), not yet filled, and what fills them, by name.
+
+        They are those before the chunks, from `first` to `last`, or, going `back`, the adjoints after them.
+        """
+        batch, _, heads, P = self.x.shape
+        decays = self.new_empty(batch, heads, self.chunks)
+        states = self.new_empty(*decays.shape, P, self.b.shape[3])
+        tensors = {"rows": rows, "columns": columns, "decays": decays, "sums": states, "BACK": back}
+        carried = carry(decays.flatten(0, 1), states.flatten(0, 1), first, last, back)
+        return states, {"across": self.launch(kernels.across, "delta A", **tensors), "carry": carried}
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, dict[str, Launch]]:
     """Return y, the last H and the states before chunks, not yet filled, and what fills them, by name."""
     p = problem
-    y, states = torch.empty_like(p.x), p.empty_states()
     batch, _, heads, P = p.x.shape
-    H = p.new_empty(batch, heads, P, p.b.shape[3])
-    steps = {
-        "across": p.launch(_across, "delta A", rows=p.b, columns=p.x, sums=states, BACK=False),
-        "pass": p.carry(states, p.state, H, back=False),
-        "outputs": p.launch(_outputs, "x delta A b c D", states=states, y=y),
-    }
-    return y, H, states, steps
+    y, H = torch.empty_like(p.x), p.new_empty(batch, heads, P, p.b.shape[3])
+    states, steps = p.between(p.b, p.x, p.state, H)
+    return y, H, states, steps | {"outputs": p.launch(kernels.outputs, "x delta A b c D", states=states, y=y)}
 
 
 class Gradients(NamedTuple):
@@ -182,7 +177,7 @@ def backward(
     """Return gradients, not yet filled, and what fills them, by name."""
     p = problem
     batch, length, heads, _ = p.x.shape
-    N, adjoints = p.b.shape[3], p.empty_states()
+    N = p.b.shape[3]
     g = Gradients(
         dx=torch.empty_like(p.x),
         ddelta=torch.empty_like(p.delta),
@@ -192,14 +187,11 @@ def backward(
         dD=p.new_empty(batch, heads, p.chunks),
         dstate=None if p.state is None else torch.empty_like(p.state),
     )
+    adjoints, steps = p.between(p.c, grad_y, grad_H, g.dstate, back=True)
     inner = {"states": states, "adjoints": adjoints, "grad_y": grad_y}
     of_x = {"dx": g.dx, "ddelta": g.ddelta, "dA": g.dA, "dD": g.dD}
-    steps = {
-        "across": p.launch(_across, "delta A", rows=p.c, columns=grad_y, sums=adjoints, BACK=True),
-        "pass": p.carry(adjoints, grad_H, g.dstate, back=True),
-        "b and c": p.launch(_of_b_and_c, "x delta A b c", **inner, db=g.db, dc=g.dc),
-        "x and delta": p.launch(_of_x_and_delta, "x delta A b c D", **inner, **of_x),
-    }
+    steps["b and c"] = p.launch(kernels.of_b_and_c, "x delta A b c", **inner, db=g.db, dc=g.dc)
+    steps["x and delta"] = p.launch(kernels.of_x_and_delta, "x delta A b c D", **inner, **of_x)
     return g, steps
 
 
@@ -225,192 +217,3 @@ class _SSD(torch.autograd.Function):
         db, dc = (part.unflatten(2, (groups, -1)).sum(3).to(problem.b.dtype) for part in (found.db, found.dc))
         dA, dD = found.dA.sum((0, 2)).to(problem.A.dtype), found.dD.sum((0, 2)).to(problem.D.dtype)
         return found.dx, found.ddelta, dA, db, dc.to(problem.c.dtype), dD, found.dstate
-
-
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""The interpreter multiplies the bits of bfloat16 numbers, as if they were integers."""
-
-# Kernels. The place of a chunk is 64-bit, places inside it are 32-bit. A token past the end has delta 0: it changes no
-# state. t and s are a chunk's tokens as rows and as columns.
-
-
-@triton.jit
-def _product(a, b, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
-    if PRECISION == "bf16":
-        a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        if _INTERPRETED:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="tf32" if PRECISION == "bf16" else PRECISION, out_dtype=COMPUTE)
-
-
-@triton.jit
-def _across(
-    delta, A, rows, columns, sums, length, heads, groups, N, P, BACK: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Of each chunk b^T (until u), or, going back, c^T (since dy); sums: (B, heads, chunks, P, N)."""
-    chunks = tl.cdiv(length, TOKENS)
-    program = tl.program_id(0).to(tl.int64)
-    sequence, head, chunk = program // chunks // heads, program // chunks % heads, program % chunks
-    group = head // (heads // groups)
-    token, n, p = tl.arange(0, TOKENS), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    at = sequence * length + chunk * TOKENS
-    inside = chunk * TOKENS + token < length
-    step = tl.load(delta + at * heads + head + token * heads, inside, other=0).to(COMPUTE)
-    log = step * tl.load(A + head).to(COMPUTE)
-    if BACK:
-        weight = tl.exp(tl.cumsum(log, 0))
-    else:
-        weight = step * tl.exp(tl.sum(tl.where(token[:, None] > token[None, :], log[:, None], 0), 0))
-    in_rows = (at * groups + group) * N + token[None, :] * (groups * N) + n[:, None]
-    row = tl.load(rows + in_rows, inside[None, :] & (n < N)[:, None], other=0).to(COMPUTE)
-    in_columns = (at * heads + head) * P + token[:, None] * (heads * P) + p[None, :]
-    column = tl.load(columns + in_columns, inside[:, None] & (p < P)[None, :], other=0).to(COMPUTE)
-    found = _product(row, weight[:, None] * column, COMPUTE, PRECISION)
-    present = (n < N)[:, None] & (p < P)[None, :]
-    tl.store(sums + program * N * P + p[None, :] * N + n[:, None], found, present)
-
-
-@triton.jit
-def _pass(
-    delta, A, sums, first, last, length, heads, size,
-    BACK: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """S' = whole S + sum, chunk by chunk; S takes the place of the sum."""
-    blocks, chunks = tl.cdiv(size, BLOCK), tl.cdiv(length, TOKENS)
-    row = (tl.program_id(0) // blocks).to(tl.int64)  # sequence * heads + head
-    sequence, head = row // heads, row % heads
-    i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    rate, token = tl.load(A + head).to(COMPUTE), tl.arange(0, TOKENS)
-    S = tl.zeros([BLOCK], COMPUTE)
-    if first is not None:
-        S = tl.load(first + row * size + i, i < size, other=0).to(COMPUTE)
-    for k in range(chunks):
-        chunk = chunks - 1 - k if BACK else k
-        inside = chunk * TOKENS + token < length
-        in_delta = (sequence * length + chunk * TOKENS) * heads + head + token * heads
-        whole = tl.exp(tl.sum(tl.load(delta + in_delta, inside, other=0).to(COMPUTE) * rate, 0))
-        place = sums + (row * chunks + chunk) * size + i
-        added = tl.load(place, i < size, other=0)
-        tl.store(place, S, i < size)
-        S = whole * S + added
-    if last is not None:
-        tl.store(last + row * size + i, S.to(last.dtype.element_ty), i < size)
-
-
-@triton.jit
-def _outputs(
-    x, delta, A, b, c, D, states, y, length, heads, groups, N, P,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    chunks = tl.cdiv(length, TOKENS)
-    program = tl.program_id(0).to(tl.int64)
-    sequence, head, chunk = program // chunks // heads, program // chunks % heads, program % chunks
-    group = head // (heads // groups)
-    token, n, p = tl.arange(0, TOKENS), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    at = sequence * length + chunk * TOKENS
-    inside = chunk * TOKENS + token < length
-    t, s = token[:, None], token[None, :]
-    in_x, in_b = t * (heads * P) + p[None, :], t * (groups * N) + n[None, :]
-    x_inside, b_inside = inside[:, None] & (p < P)[None, :], inside[:, None] & (n < N)[None, :]
-    present = (n < N)[:, None] & (p < P)[None, :]
-    S = tl.load(states + program * N * P + p[None, :] * N + n[:, None], present, other=0)
-    step = tl.load(delta + at * heads + head + token * heads, inside, other=0).to(COMPUTE)
-    log = step * tl.load(A + head).to(COMPUTE)
-    c_tile = tl.load(c + (at * groups + group) * N + in_b, b_inside, other=0).to(COMPUTE)
-    y_tile = tl.exp(tl.cumsum(log, 0))[:, None] * _product(c_tile, S, COMPUTE, PRECISION)
-    b_tile = tl.load(b + (at * groups + group) * N + in_b, b_inside, other=0).to(COMPUTE)
-    scores = _product(c_tile, tl.trans(b_tile), COMPUTE, PRECISION)
-    L = tl.where(t >= s, tl.exp(tl.cumsum(tl.where(t > s, log[:, None], 0), 0)), 0)
-    x_tile = tl.load(x + (at * heads + head) * P + in_x, x_inside, other=0).to(COMPUTE)
-    y_tile += _product(scores * L, step[:, None] * x_tile, COMPUTE, PRECISION)
-    y_tile += tl.load(D + head).to(COMPUTE) * x_tile
-    tl.store(y + (at * heads + head) * P + in_x, y_tile.to(y.dtype.element_ty), x_inside)
-
-
-@triton.jit
-def _of_b_and_c(
-    x, delta, A, b, c, states, adjoints, grad_y, db, dc, length, heads, groups, N, P,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    chunks = tl.cdiv(length, TOKENS)
-    program = tl.program_id(0).to(tl.int64)
-    sequence, head, chunk = program // chunks // heads, program // chunks % heads, program % chunks
-    group = head // (heads // groups)
-    token, n, p = tl.arange(0, TOKENS), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    at = sequence * length + chunk * TOKENS
-    inside = chunk * TOKENS + token < length
-    t, s = token[:, None], token[None, :]
-    in_x, in_b, in_db = t * (heads * P) + p[None, :], t * (groups * N) + n[None, :], t * (heads * N) + n[None, :]
-    x_inside, b_inside = inside[:, None] & (p < P)[None, :], inside[:, None] & (n < N)[None, :]
-    present = (p < P)[:, None] & (n < N)[None, :]
-    in_state = program * N * P + p[:, None] * N + n[None, :]
-    step = tl.load(delta + at * heads + head + token * heads, inside, other=0).to(COMPUTE)
-    log = step * tl.load(A + head).to(COMPUTE)
-    u = step[:, None] * tl.load(x + (at * heads + head) * P + in_x, x_inside, other=0).to(COMPUTE)
-    dy = tl.load(grad_y + (at * heads + head) * P + in_x, x_inside, other=0).to(COMPUTE)
-    masked = tl.where(t > s, log[:, None], 0)
-    L = tl.where(t >= s, tl.exp(tl.cumsum(masked, 0)), 0)
-    dscores = L * _product(dy, tl.trans(u), COMPUTE, PRECISION)
-    S = tl.load(states + in_state, present, other=0)
-    dc_tile = tl.exp(tl.cumsum(log, 0))[:, None] * _product(dy, S, COMPUTE, PRECISION)
-    b_tile = tl.load(b + (at * groups + group) * N + in_b, b_inside, other=0).to(COMPUTE)
-    dc_tile += _product(dscores, b_tile, COMPUTE, PRECISION)
-    tl.store(dc + (at * heads + head) * N + in_db, dc_tile, b_inside)
-    dS = tl.load(adjoints + in_state, present, other=0)
-    db_tile = tl.exp(tl.sum(masked, 0))[:, None] * _product(u, dS, COMPUTE, PRECISION)
-    c_tile = tl.load(c + (at * groups + group) * N + in_b, b_inside, other=0).to(COMPUTE)
-    db_tile += _product(tl.trans(dscores), c_tile, COMPUTE, PRECISION)
-    tl.store(db + (at * heads + head) * N + in_db, db_tile, b_inside)
-
-
-@triton.jit
-def _of_x_and_delta(
-    x, delta, A, b, c, D, states, adjoints, grad_y, dx, ddelta, dA, dD, length, heads, groups, N, P,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    chunks = tl.cdiv(length, TOKENS)
-    program = tl.program_id(0).to(tl.int64)
-    sequence, head, chunk = program // chunks // heads, program // chunks % heads, program % chunks
-    group = head // (heads // groups)
-    token, n, p = tl.arange(0, TOKENS), tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    at = sequence * length + chunk * TOKENS
-    inside = chunk * TOKENS + token < length
-    t, s = token[:, None], token[None, :]
-    in_x, in_b = t * (heads * P) + p[None, :], t * (groups * N) + n[None, :]
-    x_inside, b_inside = inside[:, None] & (p < P)[None, :], inside[:, None] & (n < N)[None, :]
-    present = (n < N)[:, None] & (p < P)[None, :]
-    in_state = program * N * P + p[None, :] * N + n[:, None]
-    step = tl.load(delta + at * heads + head + token * heads, inside, other=0).to(COMPUTE)
-    rate, skip = tl.load(A + head).to(COMPUTE), tl.load(D + head).to(COMPUTE)
-    log = step * rate
-    x_tile = tl.load(x + (at * heads + head) * P + in_x, x_inside, other=0).to(COMPUTE)
-    dy = tl.load(grad_y + (at * heads + head) * P + in_x, x_inside, other=0).to(COMPUTE)
-    b_tile = tl.load(b + (at * groups + group) * N + in_b, b_inside, other=0).to(COMPUTE)
-    c_tile = tl.load(c + (at * groups + group) * N + in_b, b_inside, other=0).to(COMPUTE)
-    u = step[:, None] * x_tile
-
-    # Through the states. from_start holds the decays up to its token, to_end those after it, the last all of them.
-    S, dS = tl.load(states + in_state, present, other=0), tl.load(adjoints + in_state, present, other=0)
-    dlog = tl.exp(tl.sum(log, 0)) * tl.sum(tl.sum(S * dS, 1), 0)
-    masked = tl.where(t > s, log[:, None], 0)
-    du = tl.exp(tl.sum(masked, 0))[:, None] * _product(b_tile, dS, COMPUTE, PRECISION)
-    to_end = tl.sum(u * du, 1)
-    from_start = tl.exp(tl.cumsum(log, 0)) * tl.sum(dy * _product(c_tile, S, COMPUTE, PRECISION), 1)
-    dlog += tl.sum(tl.where(t >= s, from_start[:, None], 0), 0) + tl.sum(tl.where(t < s, to_end[:, None], 0), 0)
-
-    # Inside the chunk. A term [t, s] holds the decays j with s < j <= t.
-    L = tl.where(t >= s, tl.exp(tl.cumsum(masked, 0)), 0)
-    weighted = L * _product(c_tile, tl.trans(b_tile), COMPUTE, PRECISION)
-    du += _product(tl.trans(weighted), dy, COMPUTE, PRECISION)
-    weighted *= _product(dy, tl.trans(u), COMPUTE, PRECISION)
-    from_before = _product(weighted, tl.where(t < s, 1, 0).to(COMPUTE), COMPUTE, PRECISION)
-    dlog += tl.sum(tl.where(t >= s, from_before, 0), 0)
-
-    ddelta_tile = tl.sum(du * x_tile, 1) + rate * dlog
-    in_delta = at * heads + head + token * heads
-    tl.store(ddelta + in_delta, ddelta_tile.to(ddelta.dtype.element_ty), inside)
-    tl.store(dA + program, tl.sum(step * dlog, 0))
-    tl.store(dD + program, tl.sum(tl.sum(dy * x_tile, 1), 0))
-    dx_tile = step[:, None] * du + skip * dy
-    tl.store(dx + (at * heads + head) * P + in_x, dx_tile.to(dx.dtype.element_ty), x_inside)
