@@ -5,29 +5,30 @@ Inside a chunk, with the state S (N, P) before it and L_ts = exp(sum of delta_j 
     y = (L * c b^T) u + since * (c S) + D x,   u_t = delta_t x_t,   since_t = exp(sum of delta_j A over j <= t)
     S' = since_Q S + b^T (until * u),          until_s = L_Qs
 
-`_across` makes the last product of every chunk, `_pass` turns these, in place, into the states before the chunks, and
-`_outputs` makes y. The adjoint goes the same way back, with c^T (since * dy) in place of b^T (until * u); then the rest
-is computed again. What the states are (B d N / Q T numbers) is kept. Gradients of b and c of each head, of A and D of
-each chunk, are summed by torch in a fixed order.
+`across` makes the last product of every chunk, `carry` (`fpexp.ops.pieces`) turns these, in place, into the states
+before the chunks, and `outputs` makes y. The adjoint goes the same way back, with c^T (since * dy) in place of b^T
+(until * u); then the rest is computed again. What the states are (B d N / Q T numbers) is kept. Gradients of b and c of
+each head, of A and D of each chunk, are summed by torch in a fixed order.
 
 Each exponent is a sum of its own and no difference of sums: a decay of exp(-1e4) costs its neighbours no digits, and
 what is above the diagonal is 0 before it is exponentiated. For the same reason the gradient of delta_j A adds only the
 products that hold it.
 
 Factors of products are bfloat16 for bfloat16 x, which has no more digits, tf32 for float16, and three tf32 for float32.
-Sums, and the states between chunks, are float32.
+Sums, and the states between chunks, are float32. N and P go by in blocks, loaded again where they are needed again (from
+a cache: a chunk's are 0.2 MB at most): all of a state at once would not leave room for the rest in registers.
 
-Occupancy: B * heads * chunks programs of 8 warps, one or two to an SM by their registers: 6144 for B 8, T 2048, 24
-heads of P 64, N 128, Q 64 (d 1536), 23 rounds and more on 132 SMs. `_pass` has B * heads * N P / 1024 programs.
+Occupancy: B * heads * chunks programs of 8 warps, one to three to an SM by their registers: 6144 for B 8, T 2048, 24
+heads of P 64, N 128, Q 64 (d 1536), 16 rounds and more on 132 SMs. `carry` has B * heads * N P / 512 programs.
 
 Roofline for an H200 (4.3 TB/s, 790 TFLOP/s in bfloat16) at that size: forward 2 Q (N + P) + 4 N P operations a token
-and head, 22 GFLOP or 28 us; backward 2 Q (4 N + 3 P + Q) + 10 N P, 57 GFLOP or 73 us. So memory: the states are 201
-MB, written, read, written and read forward, x and y 50 MB each: 0.96 GB or 225 us; backward the same for the adjoint,
-the states again twice, the adjoint once more, db and dc of heads there and back (201 MB each): 2.2 GB or 510 us. The
-L2 cache (50 MB) helps little. Predicted: forward 0.3 to 0.45 ms, backward 0.8 to 1.2 ms. B 256, T 16, 2 heads of P 64,
-N 128 (cpu scale): states 17 MB, 20 us and 45 us, below what three and four launches and torch's sums cost (some 60
-us). Not measured yet. For float32 x products take three times as long, and registers spill (`fpexp bench kernels`).
-Triton 3.7 fails on `_of_x_and_delta` for sm_100, and it spills on sm_80: Hopper is what this is for so far.
+and head, 22 GFLOP or 28 us; backward 2 Q (3 N + 4 P) + 10 N P, 64 GFLOP or 82 us. So memory: the states are 201 MB,
+written, read, written and read forward, x and y 50 MB each: 0.96 GB or 225 us; backward the same for the adjoint, which
+is read once more, the states twice, x and the gradient of y four times and three, db and dc of heads there and back
+(201 MB each): 2.6 GB or 610 us. The L2 cache (50 MB) helps little. Predicted: forward 0.3 to 0.45 ms, backward 0.9 to
+1.3 ms. B 256, T 16, 2 heads of P 64, N 128 (cpu scale): states 17 MB, 17 us and 32 us, below what three and five
+launches and torch's sums cost (some 70 us). Not measured yet. For float32 x products are three of tf32: 0.13 ms and
+0.39 ms, which still is less than its memory (1.1 GB and 2.9 GB: 0.26 and 0.67 ms).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpexp.ops.launch.triton import COMPUTE, Launch
+from fpexp.ops.launch.triton import COMPUTE, Launch, run_all
 from fpexp.ops.pieces.triton import carry
 from fpexp.ops.ssd.kernels import triton as kernels
 
@@ -47,13 +48,11 @@ _LEAST = 16
 """Rows and columns of a product at least."""
 
 _TOKENS = 64
-"""In a chunk at most, where a state has no more than `_STATE` numbers; fewer where it has more."""
+"""In a chunk at most."""
 
-_STATE = 64 * 128
-
-_BLOCK_OF_P = 64
-_BLOCK_OF_N = 64
-"""That goes into a product at a time, at most."""
+_BLOCKS = {torch.bfloat16: (64, 64)}
+_NARROW = (32, 16)
+"""Of N and P, that go into a product at a time, at most; float32 has two registers for each number of a factor."""
 
 _PRECISION = {torch.float64: "ieee", torch.float32: "tf32x3", torch.float16: "tf32", torch.bfloat16: "bf16"}
 """Of the factors of products, by type of x: a state may be past what float16 holds."""
@@ -73,7 +72,7 @@ def ssd(
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in arguments):
         return cast(tuple[Tensor, Tensor], _SSD.apply(*arguments))
     y, H, _, steps = forward(Problem.of(*arguments))
-    _run(steps)
+    run_all(steps)
     return y, H
 
 
@@ -84,11 +83,6 @@ def launches(
     problem = Problem.of(x, delta, A, b, c, D, state)
     y, H, states, steps = forward(problem)
     return steps | {f"{name}, back": step for name, step in backward(problem, states, y, H)[1].items()}
-
-
-def _run(steps: dict[str, Launch]) -> None:
-    for step in steps.values():
-        step.run()
 
 
 class Problem(NamedTuple):
@@ -108,11 +102,18 @@ class Problem(NamedTuple):
         return cls(*(None if tensor is None else tensor.contiguous() for tensor in arguments))  # type: ignore[arg-type]
 
     @property
-    def tile(self) -> tuple[int, int, int]:
-        """Tokens, N and P of a chunk."""
-        rows, columns = (max(_LEAST, triton.next_power_of_2(size)) for size in (self.b.shape[3], self.x.shape[3]))
-        most = max(_LEAST, min(_TOKENS, _TOKENS * _STATE // (rows * columns)))
-        return min(most, max(_LEAST, triton.next_power_of_2(self.x.shape[1]))), rows, columns
+    def tokens(self) -> int:
+        """Of a chunk."""
+        return min(_TOKENS, max(_LEAST, triton.next_power_of_2(self.x.shape[1])))
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """Of N and P."""
+        blocks, sizes = _BLOCKS.get(self.x.dtype, _NARROW), (self.b.shape[3], self.x.shape[3])
+        n, p = (
+            min(block, max(_LEAST, triton.next_power_of_2(size))) for block, size in zip(blocks, sizes, strict=True)
+        )
+        return n, p
 
     def new_empty(self, *shape: int) -> Tensor:
         """Room for numbers in the type that is computed in."""
@@ -122,15 +123,14 @@ class Problem(NamedTuple):
     @property
     def chunks(self) -> int:
         """Of a sequence."""
-        return triton.cdiv(self.x.shape[1], self.tile[0])
+        return triton.cdiv(self.x.shape[1], self.tokens)
 
     def launch(self, kernel: Any, names: str = "", **others: Any) -> Launch:
         """Return a launch of `kernel`, a program a chunk of each head, on the arguments of these names and others."""
         batch, length, heads, P = self.x.shape
         named = {name: getattr(self, name) for name in names.split()}
         sizes = {"length": length, "heads": heads, "groups": self.b.shape[2], "N": self.b.shape[3], "P": P}
-        tokens, rows, columns = self.tile
-        constants = {"TOKENS": tokens, "ROWS": min(rows, _BLOCK_OF_N), "COLUMNS": min(columns, _BLOCK_OF_P)}
+        constants = {"TOKENS": self.tokens, **dict(zip(("ROWS", "COLUMNS"), self.blocks, strict=True))}
         precision = {"COMPUTE": COMPUTE.get(self.x.dtype, tl.float32), "PRECISION": _PRECISION[self.x.dtype]}
         arguments = {**named, **others, **sizes, **constants, **precision}
         return Launch(kernel, batch * heads * self.chunks, 8, arguments)
@@ -188,9 +188,11 @@ def backward(
         dstate=None if p.state is None else torch.empty_like(p.state),
     )
     adjoints, steps = p.between(p.c, grad_y, grad_H, g.dstate, back=True)
-    inner = {"states": states, "adjoints": adjoints, "grad_y": grad_y}
     of_x = {"dx": g.dx, "ddelta": g.ddelta, "dA": g.dA, "dD": g.dD}
-    steps["b and c"] = p.launch(kernels.of_b_and_c, "x delta A b c", **inner, db=g.db, dc=g.dc)
+    for name, rows, inner, found in (("b", p.c, adjoints, g.db), ("c", p.b, states, g.dc)):
+        tensors = {"rows": rows, "states": inner, "grad_y": grad_y, "found": found, "OF_B": name == "b"}
+        steps[name] = p.launch(kernels.of_b_or_c, "x delta A", **tensors)
+    inner = {"states": states, "adjoints": adjoints, "grad_y": grad_y}
     steps["x and delta"] = p.launch(kernels.of_x_and_delta, "x delta A b c D", **inner, **of_x)
     return g, steps
 
@@ -200,7 +202,7 @@ class _SSD(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         problem = Problem.of(*arguments)
         y, H, states, steps = forward(problem)
-        _run(steps)
+        run_all(steps)
         ctx.save_for_backward(*problem, states)
         ctx.set_materialize_grads(False)
         return y, H
@@ -212,7 +214,7 @@ class _SSD(torch.autograd.Function):
         problem = Problem(*arguments)
         grad_y = torch.zeros_like(problem.x) if grad_y is None else grad_y.contiguous()
         found, steps = backward(problem, states, grad_y, None if grad_H is None else grad_H.contiguous())
-        _run(steps)
+        run_all(steps)
         groups = problem.b.shape[2]
         db, dc = (part.unflatten(2, (groups, -1)).sum(3).to(problem.b.dtype) for part in (found.db, found.dc))
         dA, dD = found.dA.sum((0, 2)).to(problem.A.dtype), found.dD.sum((0, 2)).to(problem.D.dtype)

@@ -78,6 +78,20 @@ def _scores(left, right, stride, inside, size, BLOCK: tl.constexpr, COMPUTE: tl.
 
 
 @triton.jit
+def _of_states(
+    rows, states, stride, inside, p, N, P, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return rows S^T, of columns from `p` on."""
+    found = tl.zeros([inside.shape[0], COLUMNS], COMPUTE)
+    for n in tl.range(0, N, ROWS, num_stages=1):
+        in_state, there = _in_state(n, p, N, P, ROWS, COLUMNS)
+        row = _load(rows, stride, inside, n, N, ROWS, COMPUTE)
+        found += _product(row, tl.load(states + in_state, there, other=0), COMPUTE, PRECISION)
+    return found
+
+
+@triton.jit
 def across(
     delta, A, rows, columns, decays, sums, length, heads, groups, N, P, BACK: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
@@ -112,52 +126,37 @@ def outputs(
     states += tl.program_id(0).to(tl.int64) * N * P
     skip = tl.load(D + head).to(COMPUTE)
     for p in tl.range(0, P, COLUMNS, num_stages=1):
-        y_tile = tl.zeros([TOKENS, COLUMNS], COMPUTE)
-        for n in tl.range(0, N, ROWS, num_stages=1):
-            in_state, there = _in_state(n, p, N, P, ROWS, COLUMNS)
-            c_tile = _load(c, groups * N, inside, n, N, ROWS, COMPUTE)
-            y_tile += _product(c_tile, tl.load(states + in_state, there, other=0), COMPUTE, PRECISION)
+        y_tile = _of_states(c, states, groups * N, inside, p, N, P, ROWS, COLUMNS, COMPUTE, PRECISION)
         x_tile = _load(x + of_head * P, heads * P, inside, p, P, COLUMNS, COMPUTE)
         y_tile = since[:, None] * y_tile + _product(L, step[:, None] * x_tile, COMPUTE, PRECISION)
         _store(y + of_head * P, y_tile + skip * x_tile, heads * P, inside, p, P)
 
 
 @triton.jit
-def _of_rows(
-    found, columns, weight, states, dscores, rows, of_head, of_group, inside, heads, groups, N, P,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Store weight * (columns S) + dscores rows."""
-    for n in tl.range(0, N, ROWS, num_stages=1):
-        tile = tl.zeros([inside.shape[0], ROWS], COMPUTE)
-        for p in tl.range(0, P, COLUMNS, num_stages=1):
-            in_state, there = _in_state(n, p, N, P, ROWS, COLUMNS)
-            column = _load(columns + of_head * P, heads * P, inside, p, P, COLUMNS, COMPUTE)
-            tile += _product(column, tl.trans(tl.load(states + in_state, there, other=0)), COMPUTE, PRECISION)
-        row = _load(rows + of_group * N, groups * N, inside, n, N, ROWS, COMPUTE)
-        tile = weight[:, None] * tile + _product(dscores, row, COMPUTE, PRECISION)
-        _store(found + of_head * N, tile, heads * N, inside, n, N)
-
-
-@triton.jit
-def of_b_and_c(
-    x, delta, A, b, c, states, adjoints, grad_y, db, dc, length, heads, groups, N, P,
+def of_b_or_c(
+    x, delta, A, rows, states, grad_y, found, length, heads, groups, N, P, OF_B: tl.constexpr,
     TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of b and c of each head, from the states before the chunks and the adjoints after them."""
+    """The gradient of c of each head, from the states before the chunks and rows b; of b, from those after and c."""
     of_head, of_group, _, inside, step, log = _chunk(delta, A, length, heads, groups, TOKENS, COMPUTE)
-    of_state = tl.program_id(0).to(tl.int64) * N * P
+    x, grad_y, rows, found = x + of_head * P, grad_y + of_head * P, rows + of_group * N, found + of_head * N
+    states += tl.program_id(0).to(tl.int64) * N * P
     L, since, until = _decays(log, TOKENS)
-    dscores = _scores(grad_y + of_head * P, x + of_head * P, heads * P, inside, P, COLUMNS, COMPUTE, PRECISION)
-    dscores *= L * step[None, :]
-    _of_rows(
-        dc, grad_y, since, states + of_state, dscores, b, of_head, of_group, inside, heads, groups, N, P,
-        ROWS, COLUMNS, COMPUTE, PRECISION,
-    )  # fmt: skip
-    _of_rows(
-        db, x, until * step, adjoints + of_state, tl.trans(dscores), c, of_head, of_group, inside, heads, groups, N, P,
-        ROWS, COLUMNS, COMPUTE, PRECISION,
-    )  # fmt: skip
+    if OF_B:
+        columns, weight = x, until * step
+        dscores = _scores(x, grad_y, heads * P, inside, P, COLUMNS, COMPUTE, PRECISION) * tl.trans(L) * step[:, None]
+    else:
+        columns, weight = grad_y, since
+        dscores = _scores(grad_y, x, heads * P, inside, P, COLUMNS, COMPUTE, PRECISION) * L * step[None, :]
+    for n in tl.range(0, N, ROWS, num_stages=1):
+        tile = tl.zeros([TOKENS, ROWS], COMPUTE)
+        for p in tl.range(0, P, COLUMNS, num_stages=1):
+            in_state, there = _in_state(n, p, N, P, ROWS, COLUMNS)
+            column = _load(columns, heads * P, inside, p, P, COLUMNS, COMPUTE)
+            tile += _product(column, tl.trans(tl.load(states + in_state, there, other=0)), COMPUTE, PRECISION)
+        row = _load(rows, groups * N, inside, n, N, ROWS, COMPUTE)
+        tile = weight[:, None] * tile + _product(dscores, row, COMPUTE, PRECISION)
+        _store(found, tile, heads * N, inside, n, N)
 
 
 @triton.jit
@@ -181,25 +180,24 @@ def of_x_and_delta(
     # Through the states: from_start holds the decays up to its token, to_end those after it, whole all of them.
     weighted = tl.trans(weighted)
     to_end, from_start = tl.zeros([TOKENS], COMPUTE), tl.zeros([TOKENS], COMPUTE)
-    of_u, of_D, whole = tl.zeros([TOKENS], COMPUTE), tl.zeros([TOKENS], COMPUTE), tl.zeros([COLUMNS], COMPUTE)
+    of_u, of_D = tl.zeros([TOKENS], COMPUTE), tl.zeros([TOKENS], COMPUTE)
     skip = tl.load(D + head).to(COMPUTE)
     for p in tl.range(0, P, COLUMNS, num_stages=1):
-        du, from_state = tl.zeros([TOKENS, COLUMNS], COMPUTE), tl.zeros([TOKENS, COLUMNS], COMPUTE)
-        for n in tl.range(0, N, ROWS, num_stages=1):
-            in_state, there = _in_state(n, p, N, P, ROWS, COLUMNS)
-            S, dS = tl.load(states + in_state, there, other=0), tl.load(adjoints + in_state, there, other=0)
-            du += _product(_load(b, groups * N, inside, n, N, ROWS, COMPUTE), dS, COMPUTE, PRECISION)
-            from_state += _product(_load(c, groups * N, inside, n, N, ROWS, COMPUTE), S, COMPUTE, PRECISION)
-            whole += tl.sum(S * dS, 0)
+        y_tile = _of_states(c, states, groups * N, inside, p, N, P, ROWS, COLUMNS, COMPUTE, PRECISION)
+        from_start += tl.sum(_load(grad_y, heads * P, inside, p, P, COLUMNS, COMPUTE) * y_tile, 1)
+        du = _of_states(b, adjoints, groups * N, inside, p, N, P, ROWS, COLUMNS, COMPUTE, PRECISION) * until[:, None]
         x_tile = _load(x, heads * P, inside, p, P, COLUMNS, COMPUTE)
         dy = _load(grad_y, heads * P, inside, p, P, COLUMNS, COMPUTE)
-        du *= until[:, None]
         to_end += tl.sum(x_tile * du, 1)
-        from_start += tl.sum(dy * from_state, 1)
         of_D += tl.sum(dy * x_tile, 1)
         du += _product(weighted, dy, COMPUTE, PRECISION)
         of_u += tl.sum(du * x_tile, 1)
         _store(dx, step[:, None] * du + skip * dy, heads * P, inside, p, P)
+    whole = tl.zeros([512], COMPUTE)
+    for i in tl.range(0, N * P, 512, num_stages=1):
+        place = i + tl.arange(0, 512)
+        S = tl.load(states + place, place < N * P, other=0)
+        whole += S * tl.load(adjoints + place, place < N * P, other=0)
     from_start, to_end = since * from_start, step * to_end
     dlog += tl.sum(tl.where(t >= s, from_start[:, None], 0), 0) + tl.sum(tl.where(t < s, to_end[:, None], 0), 0)
     dlog += tl.exp(tl.sum(log, 0)) * tl.sum(whole, 0)
