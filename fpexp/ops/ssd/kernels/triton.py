@@ -120,15 +120,16 @@ def outputs(
 ):  # fmt: skip
     """y of each chunk, from the state before it."""
     of_head, of_group, head, inside, step, log = _chunk(delta, A, length, heads, groups, TOKENS, COMPUTE)
-    L, since, _ = _decays(log, TOKENS)
     c += of_group * N
-    L *= _scores(c, b + of_group * N, groups * N, inside, N, ROWS, COMPUTE, PRECISION)
+    weighted = _scores(c, b + of_group * N, groups * N, inside, N, ROWS, COMPUTE, PRECISION)
+    L, since, _ = _decays(log, TOKENS)
+    weighted *= L
     states += tl.program_id(0).to(tl.int64) * N * P
     skip = tl.load(D + head).to(COMPUTE)
     for p in tl.range(0, P, COLUMNS, num_stages=1):
         y_tile = _of_states(c, states, groups * N, inside, p, N, P, ROWS, COLUMNS, COMPUTE, PRECISION)
         x_tile = _load(x + of_head * P, heads * P, inside, p, P, COLUMNS, COMPUTE)
-        y_tile = since[:, None] * y_tile + _product(L, step[:, None] * x_tile, COMPUTE, PRECISION)
+        y_tile = since[:, None] * y_tile + _product(weighted, step[:, None] * x_tile, COMPUTE, PRECISION)
         _store(y + of_head * P, y_tile + skip * x_tile, heads * P, inside, p, P)
 
 
@@ -172,8 +173,9 @@ def of_x_and_delta(
     states, adjoints = states + program * N * P, adjoints + program * N * P
 
     # Inside the chunk: a term [t, s] holds the decays j with s < j <= t.
+    weighted = _scores(c, b, groups * N, inside, N, ROWS, COMPUTE, PRECISION)
     L, since, until = _decays(log, TOKENS)
-    weighted = L * _scores(c, b, groups * N, inside, N, ROWS, COMPUTE, PRECISION)
+    weighted *= L
     terms = weighted * step[None, :] * _scores(grad_y, x, heads * P, inside, P, COLUMNS, COMPUTE, PRECISION)
     dlog = tl.sum(tl.where(t > s, tl.cumsum(terms, 0, reverse=True), 0), 1)
 
