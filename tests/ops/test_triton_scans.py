@@ -188,8 +188,8 @@ def test_pieces_of_time(length: int, op: Op, cut: Callable[[Op, int], None]) -> 
 @CUT
 def test_pieces_of_two_tiles(op: Op, cut: Callable[[Op, int], None]) -> None:
     cut(op, 2)
-    check(op, {**MAKERS[op](257, torch.bfloat16, 2, 3), "state": None})
-    check(op, MAKERS[op](129, torch.float64, 2, 33))
+    check(op, {**MAKERS[op](161, torch.bfloat16, 2), "state": None})
+    check(op, MAKERS[op](70, torch.float64, 1, 33))
 
 
 def test_extreme_decays_in_pieces(cut: Callable[[Op, int], None]) -> None:

@@ -55,7 +55,10 @@ _CHANNELS = 32
 """A lane each."""
 
 _TILE = 128
-"""Tokens times N in a tile at most: twice that spills in the backward, whose 16 warps leave a thread 128 registers."""
+"""Tokens times N in a tile at most: twice that spills in the backward, whose 16 warps leave a thread 128 registers.
+
+This many needs all of them: on sm_100 8 to 40 bytes spill at some sizes.
+"""
 
 _TOKENS = 16
 """In a tile at most."""

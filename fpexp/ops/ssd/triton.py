@@ -51,7 +51,7 @@ _TOKENS = 64
 """In a chunk at most."""
 
 _BLOCKS = {torch.bfloat16: (64, 64)}
-_NARROW = (32, 16)
+_NARROW = (16, 16)
 """Of N and P, that go into a product at a time, at most; float32 has two registers for each number of a factor."""
 
 _PRECISION = {torch.float64: "ieee", torch.float32: "tf32x3", torch.float16: "tf32", torch.bfloat16: "bf16"}
