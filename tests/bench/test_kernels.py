@@ -13,7 +13,6 @@ from fpexp.bench import kernels
 from fpexp.bench.context import Context, child_environment
 from fpexp.errors import UserError
 
-
 NO_REGISTER_FREE = ("diagonal_scan backward, bfloat16", "selective_scan backward, bfloat16")
 """Ten registers spill on one GPU or another."""
 
