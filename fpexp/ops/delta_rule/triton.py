@@ -31,6 +31,7 @@ tf32 for bfloat16 too. Sums and the carried state are float32.
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -40,20 +41,26 @@ from torch import Tensor
 
 from fpexp.ops.launch.triton import COMPUTE, Launch
 
+W = lambda n, d: int(os.environ.get(n, d))
 _LEAST = 16
 """Rows and columns of a product at least."""
 
-_STEPS = 64
+_STEPS = int(os.environ.get("LL",64))
 """In a chunk at most."""
 
-_BLOCK = 64
+_BLOCK = int(os.environ.get("BL",64))
 """Columns of K or V at most that products inside a chunk take at once."""
 
-_CARRIED = 64 * 128
+_CARRIED = int(os.environ.get("CA",64 * 128))
 """Numbers of a state at most that a program carries."""
 
-_PRECISION = {torch.float64: "ieee", torch.float32: "tf32x3", torch.float16: "tf32", torch.bfloat16: "bf16"}
-"""Of the factors of products, by type of v: a state may be past what float16 holds."""
+_PRECISION = {
+    torch.float64: ("ieee", "ieee", "ieee"),
+    torch.float32: ("tf32x3", "tf32x3", "tf32x3"),
+    torch.float16: ("tf32", "tf32", "tf32x3"),
+    torch.bfloat16: ("bf16", "tf32", os.environ.get("INVP","tf32x3")),
+}
+"""Of the factors of products, by type of v: with states or of inputs, with matrices of steps by steps, for T."""
 
 
 def delta_rule(
@@ -68,7 +75,8 @@ def delta_rule(
     arguments = (q, k, v, beta, log_decay, state)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in arguments):
         return cast(tuple[Tensor, Tensor], _DeltaRule.apply(*arguments))
-    o, S, steps = forward(Problem.of(*arguments), kept=None)
+    problem = Problem.of(*arguments)
+    o, S, steps = forward(problem, problem.empty_states())
     _run(steps)
     return o, S
 
@@ -131,31 +139,33 @@ class Problem(NamedTuple):
     @property
     def factor(self) -> torch.dtype:
         """Type of what is kept for products."""
-        wide = torch.float64 if self.v.dtype == torch.float64 else torch.float32
-        return torch.bfloat16 if self.v.dtype == torch.bfloat16 else wide
+        return torch.bfloat16 if self.v.dtype == torch.bfloat16 else _wide(self.v.dtype)
 
     def empty_squares(self) -> Tensor:
         """Room for a matrix of steps by steps of each chunk."""
-        return self.v.new_empty(self.rows, self.chunks, self.steps, self.steps, dtype=self.factor)
+        return self.v.new_empty(self.rows, self.chunks, self.steps, self.steps, dtype=_wide(self.v.dtype))
 
     def empty_states(self) -> Tensor:
         """Room for a state of each chunk."""
         return self.v.new_empty(self.rows, self.chunks, self.k.shape[-1], self.v.shape[-1], dtype=self.factor)
 
-    def launch(self, kernel: Any, names: str, warps: int, carries: bool = False, **others: Any) -> Launch:
+    def launch(self, kernel: Any, names: str, warps: int, **others: Any) -> Launch:
         """Return a launch of `kernel` on the arguments of these names and on others.
 
-        A program is a chunk of a head, or, where it carries a state, a head and some columns of V.
+        A program is a chunk of a head, all chunks where it carries a state; of some columns of V, or of all.
         """
         K, V = self.k.shape[-1], self.v.shape[-1]
         keys, values = min(_BLOCK, _power(K)), min(_BLOCK, _power(V))
-        if carries:
-            keys = _power(K)
-            values = min(values, max(_LEAST, _CARRIED // keys))
-        programs = self.rows * (triton.cdiv(V, values) if carries else self.chunks)
+        programs = self.rows
+        if kernel in (_forward, _backward):
+            values = min(values, max(_LEAST, _CARRIED // _power(K)))
+        else:
+            programs *= self.chunks
+        if kernel not in (_solve, _of_q_and_k):
+            programs *= triton.cdiv(V, values)
         sizes = {"length": self.length, "heads": self.q.shape[2], "n": self.k.shape[2], "K": K, "V": V}
-        constants = {"STEPS": self.steps, "KEYS": keys, "VALUES": values}
-        constants |= {"COMPUTE": COMPUTE.get(self.v.dtype, tl.float32), "PRECISION": _PRECISION[self.v.dtype]}
+        constants = {"STEPS": self.steps, "KEYS": keys, "BLOCKS": triton.cdiv(K, keys), "VALUES": values}
+        constants |= {"COMPUTE": COMPUTE.get(self.v.dtype, tl.float32), **dict(zip(("PRECISION", "SQUARE", "INVERSE"), _PRECISION[self.v.dtype], strict=True))}
         needed = {parameter.name for parameter in kernel.params} if hasattr(kernel, "params") else set(kernel.arg_names)
         arguments = {name: getattr(self, name) for name in names.split()} | others
         arguments |= {name: value for name, value in (sizes | constants).items() if name in needed}
@@ -166,7 +176,7 @@ def _power(size: int) -> int:
     return max(_LEAST, triton.next_power_of_2(size))
 
 
-def forward(problem: Problem, kept: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Launch]]:
+def forward(problem: Problem, kept: Tensor) -> tuple[Tensor, Tensor, dict[str, Launch]]:
     """Return o and the last S, not yet filled, and what fills them and `kept`, by name."""
     p = problem
     (batch, _, heads, K), V = p.q.shape, p.v.shape[-1]
@@ -176,8 +186,9 @@ def forward(problem: Problem, kept: Tensor | None) -> tuple[Tensor, Tensor, dict
     steps = {
         "solve": p.launch(_solve, "q k beta log_decay", 4, **squares),
         "states": p.launch(
-            _forward, "q k v beta log_decay state", 8, carries=True, **squares, o=o, final=S, kept=kept
+            _forward, "k v beta log_decay state", int(os.environ.get("WF",8)), inverse=squares["inverse"], final=S, kept=kept
         ),
+        "outputs": p.launch(_outputs, "q k v beta log_decay", int(os.environ.get("WO",4)), **squares, kept=kept, o=o, grad_o=None, written=None, residuals=None),
     }
     return o, S, steps
 
@@ -205,18 +216,35 @@ def backward(
     g = Gradients(*(None if tensor is None else torch.empty_like(tensor) for tensor in p))  # type: ignore[arg-type]
     squares = {"inverse": p.empty_squares(), "scores": p.empty_squares()}
     adjoints = p.empty_states()
-    written, residuals = (torch.empty_like(p.v, dtype=p.factor) for _ in range(2))
-    of_v = {"grad_o": grad_o, "grad_final": grad_S, "adjoints": adjoints, "residuals": residuals}
-    of_q_and_k = {"kept": kept, "adjoints": adjoints, "written": written, "residuals": residuals, "grad_o": grad_o}
-    of_q_and_k |= {"dq": g.dq, "dk": g.dk, "dbeta": g.dbeta, "dlog_decay": g.dlog_decay}
-    inverse, scores = squares["inverse"], squares["scores"]
+    of_v = {
+        "grad_o": grad_o,
+        "written": torch.empty_like(p.v, dtype=p.factor),
+        "residuals": torch.empty_like(p.v, dtype=_wide(p.v.dtype)),
+    }
+    of_squares = {"dA": p.empty_squares(), "dM": p.empty_squares()}
+    dbeta, dlog_decay = (None if t is None else torch.empty_like(t, dtype=_wide(p.v.dtype)) for t in (p.beta, p.log_decay))
     steps = {
         "solve": p.launch(_solve, "q k beta log_decay", 4, **squares),
+        "write": p.launch(_outputs, "q k v beta log_decay", W("WO", 4), **squares, kept=kept, o=None, **of_v),
         "states": p.launch(
-            _backward, "q k beta log_decay", 8, carries=True, **squares, **of_v, dv=g.dv, dstate=g.dstate
+            _backward,
+            "q k beta log_decay",
+            W("WF", 8),
+            inverse=squares["inverse"],
+            grad_o=grad_o,
+            grad_final=grad_S,
+            adjoints=adjoints,
+            residuals=of_v["residuals"],
+            dv=g.dv,
+            dstate=g.dstate,
         ),
-        "write": p.launch(_write, "k v beta log_decay", 4, inverse=inverse, kept=kept, written=written),
-        "q and k": p.launch(_of_q_and_k, "q k v beta log_decay", 8, scores=scores, **of_q_and_k),
+        "squares": p.launch(
+            _of_squares, "k v beta log_decay", W("WQ", 4), scores=squares["scores"], **of_v, **of_squares, dbeta=dbeta, dlog_decay=dlog_decay
+        ),
+        "q and k": p.launch(
+            _of_q_and_k, "q k beta log_decay", W("WQ", 8), kept=kept, adjoints=adjoints, **of_v, **of_squares,
+            dbeta_inside=dbeta, dlog_inside=dlog_decay, dq=g.dq, dk=g.dk, dbeta=g.dbeta, dlog_decay=g.dlog_decay,
+        ),
     }
     return g, steps
 
@@ -262,12 +290,13 @@ def _product(a, b, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _log_decays(log_decay, first_token, head, first, length, heads, n, STEPS: tl.constexpr, COMPUTE: tl.constexpr):
+def _log_decays(log_decay, sequence, head, first, length, heads, n, STEPS: tl.constexpr, COMPUTE: tl.constexpr):
     """Log decays (STEPS,) of steps from `first` on; a token's is that of its first step."""
     log = tl.zeros([STEPS], COMPUTE)
     if log_decay is not None:
         step = first + tl.arange(0, STEPS)
-        place = log_decay + (first_token * heads + head) + (step // n) * heads
+        token = (sequence * (length // n) + first // n) * heads + head
+        place = log_decay + token + (step // n - first // n) * heads
         log = tl.load(place, (step < length) & (step % n == 0), other=0).to(COMPUTE)
     return log
 
@@ -280,9 +309,22 @@ def _pairs(log, STEPS: tl.constexpr):
 
 
 @triton.jit
+def _load(place, row, column, of_row, of_column, COMPUTE: tl.constexpr):
+    """A tile, 0 where it is not `of_row` and `of_column`; `row` are offsets."""
+    mask = of_row[:, None] & of_column[None, :]
+    return tl.load(place + row[:, None] + column[None, :], mask, other=0).to(COMPUTE)
+
+
+@triton.jit
+def _store(place, row, column, of_row, of_column, tile):
+    mask = of_row[:, None] & of_column[None, :]
+    tl.store(place + row[:, None] + column[None, :], tile.to(place.dtype.element_ty), mask)
+
+
+@triton.jit
 def _solve(
     q, k, beta, log_decay, inverse, scores, length, heads, n, K,
-    STEPS: tl.constexpr, KEYS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    STEPS: tl.constexpr, KEYS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """T and A of each chunk."""
     chunks = tl.cdiv(length, STEPS)
@@ -290,26 +332,20 @@ def _solve(
     sequence, head = program // chunks // heads, program // chunks % heads
     first = tl.program_id(0) % chunks * STEPS
     i = tl.arange(0, STEPS)
-    step = first + i
+    step, at = first + i, (sequence * length + first) * heads + head
+    token, in_token = (sequence * (length // n) + first // n) * heads + head, (step // n - first // n) * heads
     inside, reads = step < length, (step < length) & (step % n == n - 1)
-    at, token = sequence * length + first, sequence * (length // n) + first // n
-    in_k = i * heads * K
-    in_q = (step // n - first // n) * heads * K
     keys, queries = tl.zeros([STEPS, STEPS], COMPUTE), tl.zeros([STEPS, STEPS], COMPUTE)
     for start in range(0, K, KEYS):
-        column = start + tl.arange(0, KEYS)
-        there = (column < K)[None, :]
-        k_place = k + (at * heads + head) * K + in_k[:, None] + column[None, :]
-        k_tile = tl.load(k_place, inside[:, None] & there, other=0).to(COMPUTE)
-        q_place = q + (token * heads + head) * K + in_q[:, None] + column[None, :]
-        q_tile = tl.load(q_place, reads[:, None] & there, other=0).to(COMPUTE)
+        key = start + tl.arange(0, KEYS)
+        k_tile = _load(k + at * K, i * heads * K, key, inside, key < K, COMPUTE)
+        q_tile = _load(q + token * K, in_token * K, key, reads, key < K, COMPUTE)
         keys += _product(k_tile, tl.trans(k_tile), COMPUTE, PRECISION)
         queries += _product(q_tile, tl.trans(k_tile), COMPUTE, PRECISION)
-    log = _log_decays(log_decay, sequence * (length // n), head, first, length, heads, n, STEPS, COMPUTE)
-    D = _pairs(log, STEPS)
+    D = _pairs(_log_decays(log_decay, sequence, head, first, length, heads, n, STEPS, COMPUTE), STEPS)
     square = program * STEPS * STEPS + i[:, None] * STEPS + i[None, :]
-    tl.store(scores + square, (queries * D).to(scores.dtype.element_ty))
-    rate = tl.load(beta + at * heads + head + i * heads, inside, other=0).to(COMPUTE)
+    tl.store(scores + square, queries * D)
+    rate = tl.load(beta + at + i * heads, inside, other=0).to(COMPUTE)
     M = tl.where(i[:, None] > i[None, :], rate[:, None] * keys * D, 0)
     T = tl.where(i[:, None] == i[None, :], 1, 0).to(COMPUTE)
     T -= tl.where(i[:, None] // 2 == i[None, :] // 2, M, 0)
@@ -317,241 +353,267 @@ def _solve(
     while size < STEPS:
         same, apart = i[:, None] // (2 * size) == i[None, :] // (2 * size), i[:, None] // size != i[None, :] // size
         between = tl.where(same & apart, M, 0)
-        joined = _product(between, T, COMPUTE, "tf32" if PRECISION == "bf16" else PRECISION)
-        T -= _product(T, joined, COMPUTE, "tf32" if PRECISION == "bf16" else PRECISION)
+        T -= _product(T, _product(between, T, COMPUTE, INVERSE), COMPUTE, INVERSE)
         size *= 2
-    tl.store(inverse + square, T.to(inverse.dtype.element_ty))
+    tl.store(inverse + square, T)
 
 
 @triton.jit
 def _forward(
-    q, k, v, beta, log_decay, inverse, scores, state, o, final, kept, length, heads, n, K, V,
-    STEPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, beta, log_decay, inverse, state, final, kept, length, heads, n, K, V,
+    STEPS: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr, VALUES: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
-    blocks, chunks = tl.cdiv(V, VALUES), tl.cdiv(length, STEPS)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    """The states before chunks and the last one, each a tuple of blocks of K."""
+    columns, chunks = tl.cdiv(V, VALUES), tl.cdiv(length, STEPS)
+    row = (tl.program_id(0) // columns).to(tl.int64)
     sequence, head = row // heads, row % heads
-    i, key = tl.arange(0, STEPS), tl.arange(0, KEYS)
-    value = tl.program_id(0) % blocks * VALUES + tl.arange(0, VALUES)
-    present = (key < K)[:, None] & (value < V)[None, :]
-    in_state = key[:, None] * V + value[None, :]
-    in_square = i[:, None] * STEPS + i[None, :]
-    tokens = sequence * (length // n)
-    S = tl.zeros([KEYS, VALUES], COMPUTE)
-    if state is not None:
-        S = tl.load(state + row * K * V + in_state, present, other=0).to(COMPUTE)
-    for chunk in range(chunks):
-        first = chunk * STEPS
-        step = first + i
-        inside, reads = step < length, (step < length) & (step % n == n - 1)
-        at, token = sequence * length + first, tokens + first // n
-        square = (row * chunks + chunk) * STEPS * STEPS + in_square
-        if kept is not None:
-            tl.store(kept + (row * chunks + chunk) * K * V + in_state, S.to(kept.dtype.element_ty), present)
-        log = _log_decays(log_decay, tokens, head, first, length, heads, n, STEPS, COMPUTE)
-        since = tl.exp(tl.cumsum(log, 0))
-        later = _log_decays(log_decay, tokens, head, first + 1, length, heads, n, STEPS, COMPUTE)
-        until = tl.exp(tl.cumsum(tl.where(i < STEPS - 1, later, 0), 0, reverse=True))
-        k_place = k + (at * heads + head) * K + (i * heads * K)[:, None] + key[None, :]
-        k_tile = tl.load(k_place, inside[:, None] & (key < K)[None, :], other=0).to(COMPUTE)
-        v_place = v + (at * heads + head) * V + (i * heads * V)[:, None] + value[None, :]
-        E = tl.load(v_place, inside[:, None] & (value < V)[None, :], other=0).to(COMPUTE)
-        E -= since[:, None] * _product(k_tile, S, COMPUTE, PRECISION)
-        rate = tl.load(beta + at * heads + head + i * heads, inside, other=0).to(COMPUTE)
-        U = _product(tl.load(inverse + square).to(COMPUTE), rate[:, None] * E, COMPUTE, PRECISION)
-        in_token = step // n - first // n
-        q_place = q + (token * heads + head) * K + (in_token * heads * K)[:, None] + key[None, :]
-        q_tile = tl.load(q_place, reads[:, None] & (key < K)[None, :], other=0).to(COMPUTE)
-        o_tile = since[:, None] * _product(q_tile, S, COMPUTE, PRECISION)
-        o_tile += _product(tl.load(scores + square).to(COMPUTE), U, COMPUTE, PRECISION)
-        o_place = o + (token * heads + head) * V + (in_token * heads * V)[:, None] + value[None, :]
-        tl.store(o_place, o_tile.to(o.dtype.element_ty), reads[:, None] & (value < V)[None, :])
-        whole = tl.exp(tl.sum(log, 0))
-        S = whole * S + _product(tl.trans(k_tile), until[:, None] * U, COMPUTE, PRECISION)
-    tl.store(final + row * K * V + in_state, S, present)
+    i = tl.arange(0, STEPS)
+    value = tl.program_id(0) % columns * VALUES + tl.arange(0, VALUES)
+    square = i[:, None] * STEPS + i[None, :]
+    S = ()
+    for block in tl.static_range(BLOCKS):
+        key = block * KEYS + tl.arange(0, KEYS)
+        if state is None:
+            S = S + (tl.zeros([KEYS, VALUES], COMPUTE),)
+        else:
+            S = S + (_load(state + row * K * V, key * V, value, key < K, value < V, COMPUTE),)
+    for chunk in tl.range(0, chunks, num_stages=1):
+        first, program = chunk * STEPS, row * chunks + chunk
+        inside, at = first + i < length, (sequence * length + first) * heads + head
+        found = tl.zeros([STEPS, VALUES], COMPUTE)
+        for block in tl.static_range(BLOCKS):
+            key = block * KEYS + tl.arange(0, KEYS)
+            _store(kept + program * K * V, key * V, value, key < K, value < V, S[block])
+            k_tile = _load(k + at * K, i * heads * K, key, inside, key < K, COMPUTE)
+            found += _product(k_tile, S[block], COMPUTE, PRECISION)
+        log = _log_decays(log_decay, sequence, head, first, length, heads, n, STEPS, COMPUTE)
+        E = _load(v + at * V, i * heads * V, value, inside, value < V, COMPUTE)
+        E -= tl.exp(tl.cumsum(log, 0))[:, None] * found
+        rate = tl.load(beta + at + i * heads, inside, other=0).to(COMPUTE)
+        T = tl.load(inverse + program * STEPS * STEPS + square)
+        U = _product(T, rate[:, None] * E, COMPUTE, SQUARE)
+        later = _log_decays(log_decay, sequence, head, first + 1, length, heads, n, STEPS, COMPUTE)
+        U *= tl.exp(tl.cumsum(tl.where(i < STEPS - 1, later, 0), 0, reverse=True))[:, None]
+        before, S = S, ()
+        for block in tl.static_range(BLOCKS):
+            key = block * KEYS + tl.arange(0, KEYS)
+            k_tile = _load(k + at * K, i * heads * K, key, inside, key < K, COMPUTE)
+            S = S + (tl.exp(tl.sum(log, 0)) * before[block] + _product(tl.trans(k_tile), U, COMPUTE, PRECISION),)
+    for block in tl.static_range(BLOCKS):
+        key = block * KEYS + tl.arange(0, KEYS)
+        _store(final + row * K * V, key * V, value, key < K, value < V, S[block])
 
 
 @triton.jit
 def _backward(
-    q, k, beta, log_decay, inverse, scores, grad_o, grad_final, adjoints, residuals, dv, dstate,
+    q, k, beta, log_decay, inverse, grad_o, grad_final, adjoints, residuals, dv, dstate,
     length, heads, n, K, V,
-    STEPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    STEPS: tl.constexpr, KEYS: tl.constexpr, BLOCKS: tl.constexpr, VALUES: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
-    """dv, dR (`residuals`) and the gradient of the state after each chunk (`adjoints`)."""
-    blocks, chunks = tl.cdiv(V, VALUES), tl.cdiv(length, STEPS)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    """dv, the gradients of the states after chunks (`adjoints`), and dR in place of A^T do (`residuals`)."""
+    columns, chunks = tl.cdiv(V, VALUES), tl.cdiv(length, STEPS)
+    row = (tl.program_id(0) // columns).to(tl.int64)
     sequence, head = row // heads, row % heads
-    i, key = tl.arange(0, STEPS), tl.arange(0, KEYS)
-    value = tl.program_id(0) % blocks * VALUES + tl.arange(0, VALUES)
-    present = (key < K)[:, None] & (value < V)[None, :]
-    in_state = key[:, None] * V + value[None, :]
-    in_square = i[:, None] * STEPS + i[None, :]
-    tokens = sequence * (length // n)
-    dS = tl.zeros([KEYS, VALUES], COMPUTE)
-    if grad_final is not None:
-        dS = tl.load(grad_final + row * K * V + in_state, present, other=0).to(COMPUTE)
-    for back in range(chunks):
-        chunk = chunks - 1 - back
-        first = chunk * STEPS
-        step = first + i
-        inside, reads = step < length, (step < length) & (step % n == n - 1)
-        at, token = sequence * length + first, tokens + first // n
-        square = (row * chunks + chunk) * STEPS * STEPS + in_square
-        tl.store(adjoints + (row * chunks + chunk) * K * V + in_state, dS.to(adjoints.dtype.element_ty), present)
-        log = _log_decays(log_decay, tokens, head, first, length, heads, n, STEPS, COMPUTE)
-        since = tl.exp(tl.cumsum(log, 0))
-        later = _log_decays(log_decay, tokens, head, first + 1, length, heads, n, STEPS, COMPUTE)
-        until = tl.exp(tl.cumsum(tl.where(i < STEPS - 1, later, 0), 0, reverse=True))
-        in_token = step // n - first // n
-        do_place = grad_o + (token * heads + head) * V + (in_token * heads * V)[:, None] + value[None, :]
-        do = tl.load(do_place, reads[:, None] & (value < V)[None, :], other=0).to(COMPUTE)
-        k_place = k + (at * heads + head) * K + (i * heads * K)[:, None] + key[None, :]
-        k_tile = tl.load(k_place, inside[:, None] & (key < K)[None, :], other=0).to(COMPUTE)
-        dU = until[:, None] * _product(k_tile, dS, COMPUTE, PRECISION)
-        dU += _product(tl.trans(tl.load(scores + square).to(COMPUTE)), do, COMPUTE, PRECISION)
-        dR = _product(tl.trans(tl.load(inverse + square).to(COMPUTE)), dU, COMPUTE, PRECISION)
-        in_v = (at * heads + head) * V + (i * heads * V)[:, None] + value[None, :]
-        v_inside = inside[:, None] & (value < V)[None, :]
-        tl.store(residuals + in_v, dR.to(residuals.dtype.element_ty), v_inside)
-        rate = tl.load(beta + at * heads + head + i * heads, inside, other=0).to(COMPUTE)
-        dE = rate[:, None] * dR
-        tl.store(dv + in_v, dE.to(dv.dtype.element_ty), v_inside)
-        q_place = q + (token * heads + head) * K + (in_token * heads * K)[:, None] + key[None, :]
-        q_tile = tl.load(q_place, reads[:, None] & (key < K)[None, :], other=0).to(COMPUTE)
-        dS = tl.exp(tl.sum(log, 0)) * dS + _product(tl.trans(q_tile), since[:, None] * do, COMPUTE, PRECISION)
-        dS -= _product(tl.trans(k_tile), since[:, None] * dE, COMPUTE, PRECISION)
-    if dstate is not None:
-        tl.store(dstate + row * K * V + in_state, dS.to(dstate.dtype.element_ty), present)
-
-
-@triton.jit
-def _write(
-    k, v, beta, log_decay, inverse, kept, written, length, heads, n, K, V,
-    STEPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """U of each chunk."""
-    chunks = tl.cdiv(length, STEPS)
-    program = tl.program_id(0).to(tl.int64)
-    sequence, head = program // chunks // heads, program // chunks % heads
-    first = tl.program_id(0) % chunks * STEPS
     i = tl.arange(0, STEPS)
-    inside = first + i < length
-    at = sequence * length + first
-    log = _log_decays(log_decay, sequence * (length // n), head, first, length, heads, n, STEPS, COMPUTE)
-    since = tl.exp(tl.cumsum(log, 0))
-    rate = tl.load(beta + at * heads + head + i * heads, inside, other=0).to(COMPUTE)
-    T = tl.load(inverse + program * STEPS * STEPS + i[:, None] * STEPS + i[None, :]).to(COMPUTE)
-    for start_of_value in range(0, V, VALUES):
-        value = start_of_value + tl.arange(0, VALUES)
-        found = tl.zeros([STEPS, VALUES], COMPUTE)
-        for start in range(0, K, KEYS):
-            key = start + tl.arange(0, KEYS)
-            k_place = k + (at * heads + head) * K + (i * heads * K)[:, None] + key[None, :]
-            k_tile = tl.load(k_place, inside[:, None] & (key < K)[None, :], other=0).to(COMPUTE)
-            in_state = program * K * V + key[:, None] * V + value[None, :]
-            S = tl.load(kept + in_state, (key < K)[:, None] & (value < V)[None, :], other=0).to(COMPUTE)
-            found += _product(k_tile, S, COMPUTE, PRECISION)
-        in_v = (at * heads + head) * V + (i * heads * V)[:, None] + value[None, :]
-        v_inside = inside[:, None] & (value < V)[None, :]
-        E = tl.load(v + in_v, v_inside, other=0).to(COMPUTE) - since[:, None] * found
-        U = _product(T, rate[:, None] * E, COMPUTE, PRECISION)
-        tl.store(written + in_v, U.to(written.dtype.element_ty), v_inside)
+    value = tl.program_id(0) % columns * VALUES + tl.arange(0, VALUES)
+    square = i[:, None] * STEPS + i[None, :]
+    dS = ()
+    for block in tl.static_range(BLOCKS):
+        key = block * KEYS + tl.arange(0, KEYS)
+        if grad_final is None:
+            dS = dS + (tl.zeros([KEYS, VALUES], COMPUTE),)
+        else:
+            dS = dS + (_load(grad_final + row * K * V, key * V, value, key < K, value < V, COMPUTE),)
+    for back in tl.range(0, chunks, num_stages=1):
+        chunk = chunks - 1 - back
+        first, program = chunk * STEPS, row * chunks + chunk
+        step, at = first + i, (sequence * length + first) * heads + head
+        token, in_token = (sequence * (length // n) + first // n) * heads + head, (step // n - first // n) * heads
+        inside, reads = step < length, (step < length) & (step % n == n - 1)
+        dU = tl.zeros([STEPS, VALUES], COMPUTE)
+        for block in tl.static_range(BLOCKS):
+            key = block * KEYS + tl.arange(0, KEYS)
+            _store(adjoints + program * K * V, key * V, value, key < K, value < V, dS[block])
+            k_tile = _load(k + at * K, i * heads * K, key, inside, key < K, COMPUTE)
+            dU += _product(k_tile, dS[block], COMPUTE, PRECISION)
+        later = _log_decays(log_decay, sequence, head, first + 1, length, heads, n, STEPS, COMPUTE)
+        until = tl.exp(tl.cumsum(tl.where(i < STEPS - 1, later, 0), 0, reverse=True))
+        dU = until[:, None] * dU + _load(residuals + at * V, i * heads * V, value, inside, value < V, COMPUTE)
+        T = tl.load(inverse + program * STEPS * STEPS + square)
+        dR = _product(tl.trans(T), dU, COMPUTE, SQUARE)
+        _store(residuals + at * V, i * heads * V, value, inside, value < V, dR)
+        dE = tl.load(beta + at + i * heads, inside, other=0).to(COMPUTE)[:, None] * dR
+        _store(dv + at * V, i * heads * V, value, inside, value < V, dE)
+        log = _log_decays(log_decay, sequence, head, first, length, heads, n, STEPS, COMPUTE)
+        since, whole = tl.exp(tl.cumsum(log, 0)), tl.exp(tl.sum(log, 0))
+        do = since[:, None] * _load(grad_o + token * V, in_token * V, value, reads, value < V, COMPUTE)
+        dE = since[:, None] * dE
+        after, dS = dS, ()
+        for block in tl.static_range(BLOCKS):
+            key = block * KEYS + tl.arange(0, KEYS)
+            q_tile = _load(q + token * K, in_token * K, key, reads, key < K, COMPUTE)
+            before = whole * after[block] + _product(tl.trans(q_tile), do, COMPUTE, PRECISION)
+            k_tile = _load(k + at * K, i * heads * K, key, inside, key < K, COMPUTE)
+            dS = dS + (before - _product(tl.trans(k_tile), dE, COMPUTE, PRECISION),)
+    if dstate is not None:
+        for block in tl.static_range(BLOCKS):
+            key = block * KEYS + tl.arange(0, KEYS)
+            _store(dstate + row * K * V, key * V, value, key < K, value < V, dS[block])
 
 
 @triton.jit
-def _of_q_and_k(
-    q, k, v, beta, log_decay, scores, kept, adjoints, written, residuals, grad_o, dq, dk, dbeta, dlog_decay,
-    length, heads, n, K, V,
-    STEPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+def _outputs(
+    q, k, v, beta, log_decay, inverse, scores, kept, o, grad_o, written, residuals, length, heads, n, K, V,
+    STEPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
+    """Of some columns of a chunk o, or, with `grad_o`, U (`written`) and A^T do (`residuals`)."""
+    columns, chunks = tl.cdiv(V, VALUES), tl.cdiv(length, STEPS)
+    program = (tl.program_id(0) // columns).to(tl.int64)
+    sequence, head = program // chunks // heads, program // chunks % heads
+    first = tl.program_id(0) // columns % chunks * STEPS
+    i, value = tl.arange(0, STEPS), tl.program_id(0) % columns * VALUES + tl.arange(0, VALUES)
+    step, at = first + i, (sequence * length + first) * heads + head
+    token, in_token = (sequence * (length // n) + first // n) * heads + head, (step // n - first // n) * heads
+    inside, reads = step < length, (step < length) & (step % n == n - 1)
+    found, o_tile = tl.zeros([STEPS, VALUES], COMPUTE), tl.zeros([STEPS, VALUES], COMPUTE)
+    for start in range(0, K, KEYS):
+        key = start + tl.arange(0, KEYS)
+        S = _load(kept + program * K * V, key * V, value, key < K, value < V, COMPUTE)
+        k_tile = _load(k + at * K, i * heads * K, key, inside, key < K, COMPUTE)
+        found += _product(k_tile, S, COMPUTE, PRECISION)
+        if o is not None:
+            q_tile = _load(q + token * K, in_token * K, key, reads, key < K, COMPUTE)
+            o_tile += _product(q_tile, S, COMPUTE, PRECISION)
+    log = _log_decays(log_decay, sequence, head, first, length, heads, n, STEPS, COMPUTE)
+    since = tl.exp(tl.cumsum(log, 0))[:, None]
+    E = _load(v + at * V, i * heads * V, value, inside, value < V, COMPUTE) - since * found
+    rate = tl.load(beta + at + i * heads, inside, other=0).to(COMPUTE)
+    square = program * STEPS * STEPS + i[:, None] * STEPS + i[None, :]
+    U = _product(tl.load(inverse + square), rate[:, None] * E, COMPUTE, SQUARE)
+    A = tl.load(scores + square)
+    if o is not None:
+        o_tile = since * o_tile + _product(A, U, COMPUTE, SQUARE)
+        _store(o + token * V, in_token * V, value, reads, value < V, o_tile)
+    if grad_o is not None:
+        _store(written + at * V, i * heads * V, value, inside, value < V, U)
+        do = _load(grad_o + token * V, in_token * V, value, reads, value < V, COMPUTE)
+        dU = _product(tl.trans(A), do, COMPUTE, SQUARE)
+        _store(residuals + at * V, i * heads * V, value, inside, value < V, dU)
+
+
+@triton.jit
+def _of_squares(
+    k, v, beta, log_decay, scores, written, residuals, grad_o, dA, dM, dbeta, dlog_decay,
+    length, heads, n, K, V,
+    STEPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    """Gradients inside a chunk: of A and, with its transpose, of k k^T, as factors; what beta and log decays get."""
     chunks = tl.cdiv(length, STEPS)
     program = tl.program_id(0).to(tl.int64)
     sequence, head = program // chunks // heads, program // chunks % heads
     first = tl.program_id(0) % chunks * STEPS
     row = tl.arange(0, STEPS)
     i, j = row[:, None], row[None, :]
-    step = first + row
+    step, at = first + row, (sequence * length + first) * heads + head
+    token, in_token = (sequence * (length // n) + first // n) * heads + head, (step // n - first // n) * heads
     inside, reads = step < length, (step < length) & (step % n == n - 1)
-    tokens = sequence * (length // n)
-    at, token, in_token = sequence * length + first, tokens + first // n, step // n - first // n
-    in_k = k + (at * heads + head) * K + (i * heads * K)
-    in_q = (token * heads + head) * K + (in_token * heads * K)[:, None]
-    in_v = (at * heads + head) * V + i * heads * V
-    in_o = (token * heads + head) * V + (in_token * heads * V)[:, None]
-
-    # Inside the chunk: gradients of A and M.
-    dA, dM = tl.zeros([STEPS, STEPS], COMPUTE), tl.zeros([STEPS, STEPS], COMPUTE)
+    in_k, in_v = row * heads * K, row * heads * V
+    of_A, of_M = tl.zeros([STEPS, STEPS], COMPUTE), tl.zeros([STEPS, STEPS], COMPUTE)
     dbeta_row = tl.zeros([STEPS], COMPUTE)
     for start in range(0, V, VALUES):
-        value = (start + tl.arange(0, VALUES))[None, :]
-        v_inside = inside[:, None] & (value < V)
-        U = tl.load(written + in_v + value, v_inside, other=0).to(COMPUTE)
-        dR = tl.load(residuals + in_v + value, v_inside, other=0).to(COMPUTE)
-        dbeta_row += tl.sum(dR * tl.load(v + in_v + value, v_inside, other=0).to(COMPUTE), 1)
-        do = tl.load(grad_o + in_o + value, reads[:, None] & (value < V), other=0).to(COMPUTE)
-        dM -= _product(dR, tl.trans(U), COMPUTE, PRECISION)
-        dA += _product(do, tl.trans(U), COMPUTE, PRECISION)
+        value = start + tl.arange(0, VALUES)
+        U = _load(written + at * V, in_v, value, inside, value < V, COMPUTE)
+        dR = _load(residuals + at * V, in_v, value, inside, value < V, COMPUTE)
+        dbeta_row += tl.sum(dR * _load(v + at * V, in_v, value, inside, value < V, COMPUTE), 1)
+        do = _load(grad_o + token * V, in_token * V, value, reads, value < V, COMPUTE)
+        of_M -= _product(dR, tl.trans(U), COMPUTE, PRECISION)
+        of_A += _product(do, tl.trans(U), COMPUTE, PRECISION)
     products = tl.zeros([STEPS, STEPS], COMPUTE)
     for start in range(0, K, KEYS):
-        key = (start + tl.arange(0, KEYS))[None, :]
-        k_tile = tl.load(in_k + key, inside[:, None] & (key < K), other=0).to(COMPUTE)
+        key = start + tl.arange(0, KEYS)
+        k_tile = _load(k + at * K, in_k, key, inside, key < K, COMPUTE)
         products += _product(k_tile, tl.trans(k_tile), COMPUTE, PRECISION)
-    rate = tl.load(beta + at * heads + head + row * heads, inside, other=0).to(COMPUTE)
-    log = _log_decays(log_decay, tokens, head, first, length, heads, n, STEPS, COMPUTE)
+    rate = tl.load(beta + at + row * heads, inside, other=0).to(COMPUTE)
+    log = _log_decays(log_decay, sequence, head, first, length, heads, n, STEPS, COMPUTE)
     D = _pairs(log, STEPS)
-    dM = tl.where(i > j, dM * D, 0)
-    weighted = dM * products
-    dbeta_row += tl.sum(weighted, 1)
-    dlog = tl.zeros([STEPS], COMPUTE)
+    of_M = tl.where(i > j, of_M * D, 0)
+    weighted = of_M * products
+    tl.store(dbeta + at + row * heads, dbeta_row + tl.sum(weighted, 1), inside)
     if log_decay is not None:  # a term [i, j] holds the decays s with j < s <= i
-        A = tl.load(scores + program * STEPS * STEPS + i * STEPS + j).to(COMPUTE)
-        weighted = rate[:, None] * weighted + dA * A
-        from_before = _product(weighted, tl.where(i < j, 1, 0).to(COMPUTE), COMPUTE, PRECISION)
-        dlog += tl.sum(tl.where(i >= j, from_before, 0), 0)
-    dA *= D
-    dM *= rate[:, None]
-    dM += tl.trans(dM)
+        weighted = rate[:, None] * weighted + of_A * tl.load(scores + program * STEPS * STEPS + i * STEPS + j)
+        from_before = _product(weighted, tl.where(i < j, 1, 0).to(COMPUTE), COMPUTE, SQUARE)
+        dlog = tl.sum(tl.where(i >= j, from_before, 0), 0)
+        tl.store(dlog_decay + token + in_token, dlog, inside & (step % n == 0))
+    square = program * STEPS * STEPS + i * STEPS + j
+    tl.store(dA + square, of_A * D)
+    of_M *= rate[:, None]
+    tl.store(dM + square, of_M + tl.trans(of_M))
 
-    # Through the states.
+
+@triton.jit
+def _of_q_and_k(
+    q, k, beta, log_decay, kept, adjoints, written, residuals, grad_o, dA, dM, dbeta_inside, dlog_inside,
+    dq, dk, dbeta, dlog_decay,
+    length, heads, n, K, V,
+    STEPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SQUARE: tl.constexpr,
+):  # fmt: skip
+    """The rest: what goes through the states, and the sums with what `_of_squares` has found."""
+    chunks = tl.cdiv(length, STEPS)
+    program = tl.program_id(0).to(tl.int64)
+    sequence, head = program // chunks // heads, program // chunks % heads
+    first = tl.program_id(0) % chunks * STEPS
+    row = tl.arange(0, STEPS)
+    i, j = row[:, None], row[None, :]
+    step, at = first + row, (sequence * length + first) * heads + head
+    token, in_token = (sequence * (length // n) + first // n) * heads + head, (step // n - first // n) * heads
+    inside, reads = step < length, (step < length) & (step % n == n - 1)
+    in_k, in_v = row * heads * K, row * heads * V
+
+    rate = tl.load(beta + at + row * heads, inside, other=0).to(COMPUTE)
+    log = _log_decays(log_decay, sequence, head, first, length, heads, n, STEPS, COMPUTE)
     since = tl.exp(tl.cumsum(log, 0))
-    until = tl.exp(tl.sum(tl.where(i > j, log[:, None], 0), 0))
+    later = _log_decays(log_decay, sequence, head, first + 1, length, heads, n, STEPS, COMPUTE)
+    until = tl.exp(tl.cumsum(tl.where(row < STEPS - 1, later, 0), 0, reverse=True))
+    dbeta_row = tl.load(dbeta_inside + at + row * heads, inside, other=0)
     from_start, to_end = tl.zeros([STEPS], COMPUTE), tl.zeros([STEPS], COMPUTE)
-    of_states = tl.zeros([KEYS, VALUES], COMPUTE)
+    of_states = tl.zeros([KEYS], COMPUTE)
+    square = program * STEPS * STEPS + i * STEPS + j
     for start in range(0, K, KEYS):
         key = start + tl.arange(0, KEYS)
-        to_q, to_in, to_out = (tl.zeros([STEPS, KEYS], COMPUTE) for _ in range(3))
+        to_q, to_in = tl.zeros([STEPS, KEYS], COMPUTE), tl.zeros([STEPS, KEYS], COMPUTE)
+        to_out = tl.zeros([STEPS, KEYS], COMPUTE)
         for start_of_value in range(0, V, VALUES):
             value = start_of_value + tl.arange(0, VALUES)
-            v_inside = inside[:, None] & (value < V)[None, :]
-            in_state = program * K * V + key[:, None] * V + value[None, :]
-            present = (key < K)[:, None] & (value < V)[None, :]
-            S = tl.load(kept + in_state, present, other=0).to(COMPUTE)
-            dS = tl.load(adjoints + in_state, present, other=0).to(COMPUTE)
-            of_states += S * dS
-            do_place = grad_o + in_o + value[None, :]
-            do = tl.load(do_place, reads[:, None] & (value < V)[None, :], other=0).to(COMPUTE)
-            dR = tl.load(residuals + in_v + value[None, :], v_inside, other=0).to(COMPUTE)
-            U = tl.load(written + in_v + value[None, :], v_inside, other=0).to(COMPUTE)
+            S = _load(kept + program * K * V, key * V, value, key < K, value < V, COMPUTE)
+            do = _load(grad_o + token * V, in_token * V, value, reads, value < V, COMPUTE)
             to_q += _product(do, tl.trans(S), COMPUTE, PRECISION)
+            dR = _load(residuals + at * V, in_v, value, inside, value < V, COMPUTE)
             to_in -= _product(dR, tl.trans(S), COMPUTE, PRECISION)
+            dS = _load(adjoints + program * K * V, key * V, value, key < K, value < V, COMPUTE)
+            of_states += tl.sum(S * dS, 1)
+            U = _load(written + at * V, in_v, value, inside, value < V, COMPUTE)
             to_out += _product(U, tl.trans(dS), COMPUTE, PRECISION)
-        there = (key < K)[None, :]
-        k_tile = tl.load(in_k + key[None, :], inside[:, None] & there, other=0).to(COMPUTE)
-        q_tile = tl.load(q + in_q + key[None, :], reads[:, None] & there, other=0).to(COMPUTE)
+        k_tile = _load(k + at * K, in_k, key, inside, key < K, COMPUTE)
+        q_tile = _load(q + token * K, in_token * K, key, reads, key < K, COMPUTE)
         to_q, to_in, to_out = since[:, None] * to_q, since[:, None] * to_in, until[:, None] * to_out
         of_k = tl.sum(k_tile * to_in, 1)
         dbeta_row += of_k
         from_start += tl.sum(q_tile * to_q, 1) + rate * of_k
         to_end += tl.sum(k_tile * to_out, 1)
-        to_q += _product(dA, k_tile, COMPUTE, PRECISION)
-        tl.store(dq + in_q + key[None, :], to_q.to(dq.dtype.element_ty), reads[:, None] & there)
-        to_k = rate[:, None] * to_in + to_out + _product(dM, k_tile, COMPUTE, PRECISION)
-        to_k += _product(tl.trans(dA), q_tile, COMPUTE, PRECISION)
-        dk_place = dk + (at * heads + head) * K + i * heads * K + key[None, :]
-        tl.store(dk_place, to_k.to(dk.dtype.element_ty), inside[:, None] & there)
-    tl.store(dbeta + at * heads + head + row * heads, dbeta_row.to(dbeta.dtype.element_ty), inside)
+        to_q += _product(tl.load(dA + square), k_tile, COMPUTE, SQUARE)
+        _store(dq + token * K, in_token * K, key, reads, key < K, to_q)
+        to_k = rate[:, None] * to_in + to_out + _product(tl.load(dM + square), k_tile, COMPUTE, SQUARE)
+        to_k += _product(tl.trans(tl.load(dA + square)), q_tile, COMPUTE, SQUARE)
+        _store(dk + at * K, in_k, key, inside, key < K, to_k)
+    tl.store(dbeta + at + row * heads, dbeta_row.to(dbeta.dtype.element_ty), inside)
     if log_decay is not None:
-        dlog += tl.exp(tl.sum(log, 0)) * tl.sum(tl.sum(of_states, 1), 0)
+        acts = inside & (step % n == 0)
+        dlog = tl.load(dlog_inside + token + in_token, acts, other=0)
+        dlog += tl.exp(tl.sum(log, 0)) * tl.sum(of_states, 0)
         dlog += tl.sum(tl.where(i >= j, from_start[:, None], 0), 0) + tl.sum(tl.where(i < j, to_end[:, None], 0), 0)
-        place = dlog_decay + (tokens * heads + head) + (step // n) * heads
-        tl.store(place, dlog.to(dlog_decay.dtype.element_ty), inside & (step % n == 0))
+        tl.store(dlog_decay + token + in_token, dlog.to(dlog_decay.dtype.element_ty), acts)
