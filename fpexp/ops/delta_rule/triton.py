@@ -31,7 +31,6 @@ tf32 for bfloat16 too. Sums and the carried state are float32.
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,26 +40,34 @@ from torch import Tensor
 
 from fpexp.ops.launch.triton import COMPUTE, Launch
 
-W = lambda n, d: int(os.environ.get(n, d))
 _LEAST = 16
 """Rows and columns of a product at least."""
 
-_STEPS = int(os.environ.get("LL",64))
-"""In a chunk at most."""
 
-_BLOCK = int(os.environ.get("BL",64))
-"""Columns of K or V at most that products inside a chunk take at once."""
+class _Tile(NamedTuple):
+    """Sizes at most, so that little or nothing spills from registers on sm_80, sm_90 and sm_100."""
 
-_CARRIED = int(os.environ.get("CA",64 * 128))
-"""Numbers of a state at most that a program carries."""
+    steps: int
+    """Of a chunk."""
+    keys: int
+    """Rows of a state that take part in a product at once where a program carries it."""
+    carried: int
+    """Numbers of a state that a program carries, or the least number of columns."""
+    block: int
+    """Columns of K or V that products inside a chunk take at once."""
+
+
+_TILE = {torch.bfloat16: _Tile(64, 64, 64 * 64, 64), torch.float64: _Tile(16, 32, 16 * 128, 16)}
+_WIDE_TILE = _Tile(16, 128, 16 * 128, 32)
+"""For other types, whose products take three times as many registers."""
 
 _PRECISION = {
     torch.float64: ("ieee", "ieee", "ieee"),
     torch.float32: ("tf32x3", "tf32x3", "tf32x3"),
     torch.float16: ("tf32", "tf32", "tf32x3"),
-    torch.bfloat16: ("bf16", "tf32", os.environ.get("INVP","tf32x3")),
+    torch.bfloat16: ("bf16", "tf32", "tf32x3"),
 }
-"""Of the factors of products, by type of v: with states or of inputs, with matrices of steps by steps, for T."""
+"""Of the factors, by type of v: of products of arguments, states and U; of those with T, A or their gradients; of T's."""
 
 
 def delta_rule(
@@ -71,12 +78,11 @@ def delta_rule(
     log_decay: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `fpexp.ops.delta_rule`. What is not contiguous is copied."""
-    arguments = (q, k, v, beta, log_decay, state)
+    """See `fpexp.ops.delta_rule`. What is not contiguous is copied, q and k are taken in the type of v."""
+    arguments = (q.to(v.dtype), k.to(v.dtype), v, beta, log_decay, state)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in arguments):
         return cast(tuple[Tensor, Tensor], _DeltaRule.apply(*arguments))
-    problem = Problem.of(*arguments)
-    o, S, steps = forward(problem, problem.empty_states())
+    o, S, _, steps = forward(Problem.of(*arguments))
     _run(steps)
     return o, S
 
@@ -90,15 +96,18 @@ def launches(
     state: Tensor | None = None,
 ) -> dict[str, Launch]:
     """What training launches for contiguous arguments, by name; meta tensors will do to compile it."""
-    problem = Problem.of(q, k, v, beta, log_decay, state)
-    kept = problem.empty_states()
-    o, S, steps = forward(problem, kept)
+    problem = Problem.of(q.to(v.dtype), k.to(v.dtype), v, beta, log_decay, state)
+    o, S, kept, steps = forward(problem)
     return steps | {f"{name}, back": step for name, step in backward(problem, kept, o, S)[1].items()}
 
 
 def _run(steps: dict[str, Launch]) -> None:
     for step in steps.values():
         step.run()
+
+
+def _power(size: int) -> int:
+    return max(_LEAST, triton.next_power_of_2(size))
 
 
 class Problem(NamedTuple):
@@ -127,74 +136,74 @@ class Problem(NamedTuple):
         return self.k.shape[1] * self.k.shape[2]
 
     @property
-    def steps(self) -> int:
-        """Of a chunk."""
-        return min(_STEPS, _power(self.length))
+    def tile(self) -> _Tile:
+        """Sizes of what a program works on."""
+        most = _TILE.get(self.v.dtype, _WIDE_TILE)
+        K = _power(self.k.shape[-1])
+        carried = max(_LEAST, most.carried // K)
+        return _Tile(min(most.steps, _power(self.length)), min(most.keys, K), carried, most.block)
 
     @property
     def chunks(self) -> int:
         """Of a sequence."""
-        return triton.cdiv(self.length, self.steps)
+        return triton.cdiv(self.length, self.tile.steps)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Type of sums."""
+        return torch.float64 if self.v.dtype == torch.float64 else torch.float32
 
     @property
     def factor(self) -> torch.dtype:
         """Type of what is kept for products."""
-        return torch.bfloat16 if self.v.dtype == torch.bfloat16 else _wide(self.v.dtype)
+        return torch.bfloat16 if self.v.dtype == torch.bfloat16 else self.wide
 
     def empty_squares(self) -> Tensor:
         """Room for a matrix of steps by steps of each chunk."""
-        return self.v.new_empty(self.rows, self.chunks, self.steps, self.steps, dtype=_wide(self.v.dtype))
+        return self.v.new_empty(self.rows, self.chunks, self.tile.steps, self.tile.steps, dtype=self.wide)
 
     def empty_states(self) -> Tensor:
         """Room for a state of each chunk."""
         return self.v.new_empty(self.rows, self.chunks, self.k.shape[-1], self.v.shape[-1], dtype=self.factor)
 
-    def launch(self, kernel: Any, names: str, warps: int, **others: Any) -> Launch:
+    def launch(self, kernel: Any, names: str, **others: Any) -> Launch:
         """Return a launch of `kernel` on the arguments of these names and on others.
 
-        A program is a chunk of a head, all chunks where it carries a state; of some columns of V, or of all.
+        A program is a chunk of a head, or all of them where it carries a state; all columns of V, or some.
         """
         K, V = self.k.shape[-1], self.v.shape[-1]
-        keys, values = min(_BLOCK, _power(K)), min(_BLOCK, _power(V))
-        programs = self.rows
+        keys = values = self.tile.block
+        programs = self.rows * self.chunks
         if kernel in (_forward, _backward):
-            values = min(values, max(_LEAST, _CARRIED // _power(K)))
-        else:
-            programs *= self.chunks
-        if kernel not in (_solve, _of_q_and_k):
+            keys, values, programs = self.tile.keys, min(64, self.tile.carried), self.rows
+        elif kernel is _of_q_and_k:
+            keys = values = min(32, self.tile.block)
+        keys, values = min(keys, _power(K)), min(values, _power(V))
+        if kernel not in (_solve, _of_squares, _of_q_and_k):
             programs *= triton.cdiv(V, values)
-        sizes = {"length": self.length, "heads": self.q.shape[2], "n": self.k.shape[2], "K": K, "V": V}
-        constants = {"STEPS": self.steps, "KEYS": keys, "BLOCKS": triton.cdiv(K, keys), "VALUES": values}
-        constants |= {"COMPUTE": COMPUTE.get(self.v.dtype, tl.float32), **dict(zip(("PRECISION", "SQUARE", "INVERSE"), _PRECISION[self.v.dtype], strict=True))}
-        needed = {parameter.name for parameter in kernel.params} if hasattr(kernel, "params") else set(kernel.arg_names)
         arguments = {name: getattr(self, name) for name in names.split()} | others
-        arguments |= {name: value for name, value in (sizes | constants).items() if name in needed}
-        return Launch(kernel, programs, warps, arguments)
+        arguments |= {"length": self.length, "heads": self.q.shape[2], "n": self.k.shape[2], "K": K, "V": V}
+        arguments |= {"STEPS": self.tile.steps, "KEYS": keys, "BLOCKS": triton.cdiv(K, keys), "VALUES": values}
+        arguments |= dict(zip(("PRECISION", "SQUARE", "INVERSE"), _PRECISION[self.v.dtype], strict=True))
+        arguments["COMPUTE"] = COMPUTE.get(self.v.dtype, tl.float32)
+        return Launch(kernel, programs, 8, {name: arguments[name] for name in kernel.arg_names})
 
 
-def _power(size: int) -> int:
-    return max(_LEAST, triton.next_power_of_2(size))
-
-
-def forward(problem: Problem, kept: Tensor) -> tuple[Tensor, Tensor, dict[str, Launch]]:
-    """Return o and the last S, not yet filled, and what fills them and `kept`, by name."""
+def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, dict[str, Launch]]:
+    """Return o, the last S and the states before chunks, not yet filled, and what fills them, by name."""
     p = problem
-    (batch, _, heads, K), V = p.q.shape, p.v.shape[-1]
-    o = p.v.new_empty(*p.q.shape[:3], V)
-    S = p.v.new_empty(batch, heads, K, V, dtype=_wide(p.v.dtype))
-    squares = {"inverse": p.empty_squares(), "scores": p.empty_squares()}
+    (batch, length, heads, K), V = p.q.shape, p.v.shape[-1]
+    o, S = p.v.new_empty(batch, length, heads, V), p.v.new_empty(batch, heads, K, V, dtype=p.wide)
+    kept, inverse, scores = p.empty_states(), p.empty_squares(), p.empty_squares()
+    no_gradient = {"grad_o": None, "written": None, "residuals": None}
     steps = {
-        "solve": p.launch(_solve, "q k beta log_decay", 4, **squares),
-        "states": p.launch(
-            _forward, "k v beta log_decay state", int(os.environ.get("WF",8)), inverse=squares["inverse"], final=S, kept=kept
+        "solve": p.launch(_solve, "q k beta log_decay", inverse=inverse, scores=scores),
+        "states": p.launch(_forward, "k v beta log_decay state", inverse=inverse, final=S, kept=kept),
+        "outputs": p.launch(
+            _outputs, "q k v beta log_decay", inverse=inverse, scores=scores, kept=kept, o=o, **no_gradient
         ),
-        "outputs": p.launch(_outputs, "q k v beta log_decay", int(os.environ.get("WO",4)), **squares, kept=kept, o=o, grad_o=None, written=None, residuals=None),
     }
-    return o, S, steps
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return o, S, kept, steps
 
 
 class Gradients(NamedTuple):
@@ -214,37 +223,29 @@ def backward(
     """Return gradients, not yet filled, and what fills them, by name."""
     p = problem
     g = Gradients(*(None if tensor is None else torch.empty_like(tensor) for tensor in p))  # type: ignore[arg-type]
+    states = {"kept": kept, "adjoints": p.empty_states()}
     squares = {"inverse": p.empty_squares(), "scores": p.empty_squares()}
-    adjoints = p.empty_states()
+    of_squares = {"dA": p.empty_squares(), "dM": p.empty_squares()}
     of_v = {
         "grad_o": grad_o,
         "written": torch.empty_like(p.v, dtype=p.factor),
-        "residuals": torch.empty_like(p.v, dtype=_wide(p.v.dtype)),
+        "residuals": torch.empty_like(p.v, dtype=p.wide),
     }
-    of_squares = {"dA": p.empty_squares(), "dM": p.empty_squares()}
-    dbeta, dlog_decay = (None if t is None else torch.empty_like(t, dtype=_wide(p.v.dtype)) for t in (p.beta, p.log_decay))
+    inner = {
+        "inner_dbeta": torch.empty_like(p.beta, dtype=p.wide),
+        "inner_dlog": None if p.log_decay is None else torch.empty_like(p.log_decay, dtype=p.wide),
+    }
+    carried = {"inverse": squares["inverse"], "grad_final": grad_S, "adjoints": states["adjoints"]}
+    carried |= {"grad_o": grad_o, "residuals": of_v["residuals"], "dv": g.dv, "dstate": g.dstate}
+    last = {"dq": g.dq, "dk": g.dk, "dbeta": g.dbeta, "dlog_decay": g.dlog_decay}
     steps = {
-        "solve": p.launch(_solve, "q k beta log_decay", 4, **squares),
-        "write": p.launch(_outputs, "q k v beta log_decay", W("WO", 4), **squares, kept=kept, o=None, **of_v),
-        "states": p.launch(
-            _backward,
-            "q k beta log_decay",
-            W("WF", 8),
-            inverse=squares["inverse"],
-            grad_o=grad_o,
-            grad_final=grad_S,
-            adjoints=adjoints,
-            residuals=of_v["residuals"],
-            dv=g.dv,
-            dstate=g.dstate,
-        ),
+        "solve": p.launch(_solve, "q k beta log_decay", **squares),
+        "write": p.launch(_outputs, "q k v beta log_decay", **squares, kept=kept, o=None, **of_v),
+        "states": p.launch(_backward, "q k beta log_decay", **carried),
         "squares": p.launch(
-            _of_squares, "k v beta log_decay", W("WQ", 4), scores=squares["scores"], **of_v, **of_squares, dbeta=dbeta, dlog_decay=dlog_decay
+            _of_squares, "k v beta log_decay", scores=squares["scores"], **of_v, **of_squares, **inner
         ),
-        "q and k": p.launch(
-            _of_q_and_k, "q k beta log_decay", W("WQ", 8), kept=kept, adjoints=adjoints, **of_v, **of_squares,
-            dbeta_inside=dbeta, dlog_inside=dlog_decay, dq=g.dq, dk=g.dk, dbeta=g.dbeta, dlog_decay=g.dlog_decay,
-        ),
+        "q and k": p.launch(_of_q_and_k, "q k beta log_decay", **states, **of_v, **of_squares, **inner, **last),
     }
     return g, steps
 
@@ -253,8 +254,7 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         problem = Problem.of(*arguments)
-        kept = problem.empty_states()
-        o, S, steps = forward(problem, kept)
+        o, S, kept, steps = forward(problem)
         _run(steps)
         ctx.save_for_backward(*problem, kept)
         ctx.set_materialize_grads(False)
@@ -506,7 +506,7 @@ def _outputs(
 
 @triton.jit
 def _of_squares(
-    k, v, beta, log_decay, scores, written, residuals, grad_o, dA, dM, dbeta, dlog_decay,
+    k, v, beta, log_decay, scores, written, residuals, grad_o, dA, dM, inner_dbeta, inner_dlog,
     length, heads, n, K, V,
     STEPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SQUARE: tl.constexpr,
@@ -542,12 +542,12 @@ def _of_squares(
     D = _pairs(log, STEPS)
     of_M = tl.where(i > j, of_M * D, 0)
     weighted = of_M * products
-    tl.store(dbeta + at + row * heads, dbeta_row + tl.sum(weighted, 1), inside)
+    tl.store(inner_dbeta + at + row * heads, dbeta_row + tl.sum(weighted, 1), inside)
     if log_decay is not None:  # a term [i, j] holds the decays s with j < s <= i
         weighted = rate[:, None] * weighted + of_A * tl.load(scores + program * STEPS * STEPS + i * STEPS + j)
         from_before = _product(weighted, tl.where(i < j, 1, 0).to(COMPUTE), COMPUTE, SQUARE)
         dlog = tl.sum(tl.where(i >= j, from_before, 0), 0)
-        tl.store(dlog_decay + token + in_token, dlog, inside & (step % n == 0))
+        tl.store(inner_dlog + token + in_token, dlog, inside & (step % n == 0))
     square = program * STEPS * STEPS + i * STEPS + j
     tl.store(dA + square, of_A * D)
     of_M *= rate[:, None]
@@ -556,7 +556,7 @@ def _of_squares(
 
 @triton.jit
 def _of_q_and_k(
-    q, k, beta, log_decay, kept, adjoints, written, residuals, grad_o, dA, dM, dbeta_inside, dlog_inside,
+    q, k, beta, log_decay, kept, adjoints, written, residuals, grad_o, dA, dM, inner_dbeta, inner_dlog,
     dq, dk, dbeta, dlog_decay,
     length, heads, n, K, V,
     STEPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
@@ -579,7 +579,7 @@ def _of_q_and_k(
     since = tl.exp(tl.cumsum(log, 0))
     later = _log_decays(log_decay, sequence, head, first + 1, length, heads, n, STEPS, COMPUTE)
     until = tl.exp(tl.cumsum(tl.where(row < STEPS - 1, later, 0), 0, reverse=True))
-    dbeta_row = tl.load(dbeta_inside + at + row * heads, inside, other=0)
+    dbeta_row = tl.load(inner_dbeta + at + row * heads, inside, other=0)
     from_start, to_end = tl.zeros([STEPS], COMPUTE), tl.zeros([STEPS], COMPUTE)
     of_states = tl.zeros([KEYS], COMPUTE)
     square = program * STEPS * STEPS + i * STEPS + j
@@ -587,7 +587,7 @@ def _of_q_and_k(
         key = start + tl.arange(0, KEYS)
         to_q, to_in = tl.zeros([STEPS, KEYS], COMPUTE), tl.zeros([STEPS, KEYS], COMPUTE)
         to_out = tl.zeros([STEPS, KEYS], COMPUTE)
-        for start_of_value in range(0, V, VALUES):
+        for start_of_value in tl.range(0, V, VALUES, num_stages=2):
             value = start_of_value + tl.arange(0, VALUES)
             S = _load(kept + program * K * V, key * V, value, key < K, value < V, COMPUTE)
             do = _load(grad_o + token * V, in_token * V, value, reads, value < V, COMPUTE)
@@ -613,7 +613,7 @@ def _of_q_and_k(
     tl.store(dbeta + at + row * heads, dbeta_row.to(dbeta.dtype.element_ty), inside)
     if log_decay is not None:
         acts = inside & (step % n == 0)
-        dlog = tl.load(dlog_inside + token + in_token, acts, other=0)
+        dlog = tl.load(inner_dlog + token + in_token, acts, other=0)
         dlog += tl.exp(tl.sum(log, 0)) * tl.sum(of_states, 0)
         dlog += tl.sum(tl.where(i >= j, from_start[:, None], 0), 0) + tl.sum(tl.where(i < j, to_end[:, None], 0), 0)
         tl.store(dlog_decay + token + in_token, dlog.to(dlog_decay.dtype.element_ty), acts)
