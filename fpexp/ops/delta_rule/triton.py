@@ -13,20 +13,33 @@ and for the gradient dS' of the state after it, from the last chunk to the first
     dR = T^T (until * (k dS') + A^T do),   dv = beta * dR
     dS = since_L dS' + q^T (since * do) - k^T (since * dv)
 
-`_solve` makes T and A of all chunks side by side. `_forward` and `_backward` carry S and dS, some columns each, since
-columns of V know nothing of each other, and keep what the states before chunks and the gradients after them are, as
-factors of products. Before it goes back `_solve` runs once more; `_write` makes U again, `_of_q_and_k` the gradients
-that sum over columns.
+`_solve` makes T and A of all chunks side by side. `_forward` and `_backward` carry S and dS through the chunks, some
+columns of V each, which know nothing of each other. What the states before chunks and the gradients after them are is
+kept, as factors of products; `_outputs` makes o, or, for the way back, U and A^T do. `_of_squares` and `_of_q_and_k`
+make the gradients that sum over columns. The backward keeps the states, and computes all else again.
 
 T comes from its diagonal blocks of 1, 2, 4, ... rows: two neighbours T_1 and T_2 and what M has of both, M_21, are joined
-as T_21 = -T_2 M_21 T_1, two products for all pairs at once. This is exact for every M; entries of T stay below beta for
-keys of length 1, where powers of M, of which T is a sum as well, may pass 1e20 before they cancel (beta 2, equal keys).
+as T_21 = -T_2 M_21 T_1, two products for all pairs at once. Every block is an inverse itself, and no entry of T is above
+2 for keys of length 1 and beta up to 2, where powers of M, of which T is a sum as well, may pass 1e20 before they cancel.
 
 Each exponent is a sum of its own and no difference of sums: a decay of exp(-1e4) costs its neighbours no digits, and
 what is above the diagonal is 0 before it is exponentiated.
 
-Factors of products are bfloat16 for bfloat16 v, tf32 for float16, and three tf32 for float32; those that make T are
-tf32 for bfloat16 too. Sums and the carried state are float32.
+For bfloat16 v the factors of products with states are bfloat16, those of products with T, A or their gradients tf32, and
+T is made with three bfloat16 products for one. It is tf32 throughout for float16, whose range states may leave, except
+for T; three tf32 for one for float32. Sums and the carried state are float32.
+
+Occupancy: `_forward` and `_backward` are B heads V / 32 programs for K 128 (V / 16 for K 256) of 8 warps, one to an SM by
+their registers; the others one a chunk, or one a chunk and 64 columns. B 64, T 1024, 2 heads, K 128, V 256 (Gated
+DeltaNet at gpu scale): 1024 programs that carry, 8 rounds on 132 SMs of 16 chunks each.
+
+Roofline for an H200 (4.3 TB/s, 790 TFLOP/s in bfloat16, half of it in tf32) at that size, bfloat16: the states before
+chunks are 1 KB a step and head, T and A 512 B, v and o 512 B each, q and k 256 B each. Forward 6 KB (the states written
+and read), 0.8 GB or 190 us; 295 kFLOP in bfloat16, 98 in tf32, 82 thrice for T: 120 us. Backward 19 KB, 2.6 GB or 590 us;
+190 us of products. But a chunk of a program that carries is three products, each of which waits for the one before, some
+2.5 us: 8 rounds of 16 are 0.3 ms forward and 0.4 ms backward. Predicted: forward 0.6 to 0.9 ms, backward 1.5 to 2.5 ms.
+B 256, T 16, 2 heads, K 32, V 64 (cpu scale): 13 MB forward, 3 us, below what three and five launches cost. Not measured
+yet. float32 has chunks of 16 steps, for want of registers: four times as many states, twice the bytes each.
 """
 
 from __future__ import annotations
@@ -59,13 +72,13 @@ class _Tile(NamedTuple):
 
 _TILE = {torch.bfloat16: _Tile(64, 64, 64 * 64, 64), torch.float64: _Tile(16, 32, 16 * 128, 16)}
 _WIDE_TILE = _Tile(16, 128, 16 * 128, 32)
-"""For other types, whose products take three times as many registers."""
+"""For other types: float32 is three factors for one, all of them in registers."""
 
 _PRECISION = {
     torch.float64: ("ieee", "ieee", "ieee"),
     torch.float32: ("tf32x3", "tf32x3", "tf32x3"),
     torch.float16: ("tf32", "tf32", "tf32x3"),
-    torch.bfloat16: ("bf16", "tf32", "tf32x3"),
+    torch.bfloat16: ("bf16", "tf32", "bf16x3"),
 }
 """Of the factors, by type of v: of products of arguments, states and U; of those with T, A or their gradients; of T's."""
 
@@ -176,7 +189,7 @@ class Problem(NamedTuple):
         programs = self.rows * self.chunks
         if kernel in (_forward, _backward):
             keys, values, programs = self.tile.keys, min(64, self.tile.carried), self.rows
-        elif kernel is _of_q_and_k:
+        elif kernel in (_solve, _of_q_and_k):
             keys = values = min(32, self.tile.block)
         keys, values = min(keys, _power(K)), min(values, _power(V))
         if kernel not in (_solve, _of_squares, _of_q_and_k):
@@ -186,7 +199,8 @@ class Problem(NamedTuple):
         arguments |= {"STEPS": self.tile.steps, "KEYS": keys, "BLOCKS": triton.cdiv(K, keys), "VALUES": values}
         arguments |= dict(zip(("PRECISION", "SQUARE", "INVERSE"), _PRECISION[self.v.dtype], strict=True))
         arguments["COMPUTE"] = COMPUTE.get(self.v.dtype, tl.float32)
-        return Launch(kernel, programs, 8, {name: arguments[name] for name in kernel.arg_names})
+        needed = {name: arguments[name] for name in kernel.arg_names}
+        return Launch(kernel, programs, 4 if kernel is _outputs else 8, needed)
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor, dict[str, Launch]]:
@@ -242,9 +256,7 @@ def backward(
         "solve": p.launch(_solve, "q k beta log_decay", **squares),
         "write": p.launch(_outputs, "q k v beta log_decay", **squares, kept=kept, o=None, **of_v),
         "states": p.launch(_backward, "q k beta log_decay", **carried),
-        "squares": p.launch(
-            _of_squares, "k v beta log_decay", scores=squares["scores"], **of_v, **of_squares, **inner
-        ),
+        "squares": p.launch(_of_squares, "k v beta log_decay", scores=squares["scores"], **of_v, **of_squares, **inner),
         "q and k": p.launch(_of_q_and_k, "q k beta log_decay", **states, **of_v, **of_squares, **inner, **last),
     }
     return g, steps
@@ -274,7 +286,7 @@ class _DeltaRule(torch.autograd.Function):
 
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""The interpreter multiplies the bits of bfloat16 numbers, as if they were integers."""
+"""The interpreter multiplies the bits of bfloat16 numbers, as if they were integers, and knows not all precisions."""
 
 # Kernels. The place of a chunk is 64-bit, places inside it are 32-bit. i and j are a chunk's steps as rows and as
 # columns. A step past the end has beta and k 0: it changes no state.
@@ -284,9 +296,13 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 def _product(a, b, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
     if PRECISION == "bf16":
         a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        if _INTERPRETED:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="tf32" if PRECISION == "bf16" else PRECISION, out_dtype=COMPUTE)
+    if _INTERPRETED:
+        product = tl.dot(a.to(COMPUTE), b.to(COMPUTE), input_precision="ieee", out_dtype=COMPUTE)
+    elif PRECISION == "bf16":
+        product = tl.dot(a, b, out_dtype=COMPUTE)
+    else:
+        product = tl.dot(a, b, input_precision=PRECISION, out_dtype=COMPUTE)
+    return product
 
 
 @triton.jit
@@ -469,7 +485,7 @@ def _outputs(
     STEPS: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr, SQUARE: tl.constexpr,
 ):  # fmt: skip
-    """Of some columns of a chunk o, or, with `grad_o`, U (`written`) and A^T do (`residuals`)."""
+    """Some columns of o of a chunk, or, with `grad_o`, of U (`written`) and A^T do (`residuals`)."""
     columns, chunks = tl.cdiv(V, VALUES), tl.cdiv(length, STEPS)
     program = (tl.program_id(0) // columns).to(tl.int64)
     sequence, head = program // chunks // heads, program // chunks % heads
