@@ -58,7 +58,7 @@ def inputs(
 
 def run(arguments: Arguments, backend: str) -> dict[str, Tensor]:
     """o, the last S, and the gradient of every argument from gradients of both, which any type can hold."""
-    leaves = {name: None if t is None else t.detach().requires_grad_() for name, t in arguments.items()}
+    leaves: Arguments = {name: None if t is None else t.detach().requires_grad_() for name, t in arguments.items()}
     outputs = delta_rule(**leaves, backend=backend)
     gradients = [random(*out.shape, seed=9).bfloat16().to(out) for out in outputs]
     given = {name: leaf for name, leaf in leaves.items() if leaf is not None}
@@ -232,9 +232,10 @@ def test_models(options: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyP
     for backend in ("cpu" if DEVICE == "cpu" else "reference", "triton"):
         used: list[str] = []
 
-        def chosen(*arguments: Tensor, to: str = backend, used: list[str] = used) -> tuple[Tensor, Tensor]:
+        def chosen(*arguments: Any, to: str = backend, used: list[str] = used) -> tuple[Tensor, Tensor]:
             used.append(to)
-            return delta_rule(*arguments, backend=to)
+            q, k, v, beta, log_decay, state = arguments
+            return delta_rule(q, k, v, beta, log_decay, state, to)
 
         with monkeypatch.context() as patch:
             patch.setattr(delta_net, "delta_rule", chosen)

@@ -1,7 +1,7 @@
 """The delta rule in Triton: chunks of Householder steps as matrix products; the state goes through them in registers.
 
-The n T steps of a sequence are cut into chunks of L, whatever tokens they are of: the first step of a token decays, q of
-the last one reads, and those of the others are 0. With S the state before a chunk, D_ij = exp(sum of log decays over
+The n T steps of a sequence are cut into chunks of L, whatever tokens they are of: the first step of a token decays, q
+of the last one reads, and those of the others are 0. With S the state before a chunk, D_ij = exp(sum of log decays over
 j < s <= i) for i >= j, else 0, since_i that of the sum over s <= i, until_j = D_Lj and M = tril(beta k k^T * D, -1),
 
     U  = T (beta * (v - since * (k S))),   T = (I + M)^-1         row i of U is what step i writes along k_i
@@ -18,28 +18,29 @@ columns of V each, which know nothing of each other. What the states before chun
 kept, as factors of products; `_outputs` makes o, or, for the way back, U and A^T do. `_of_squares` and `_of_q_and_k`
 make the gradients that sum over columns. The backward keeps the states, and computes all else again.
 
-T comes from its diagonal blocks of 1, 2, 4, ... rows: two neighbours T_1 and T_2 and what M has of both, M_21, are joined
-as T_21 = -T_2 M_21 T_1, two products for all pairs at once. Every block is an inverse itself, and no entry of T is above
-2 for keys of length 1 and beta up to 2, where powers of M, of which T is a sum as well, may pass 1e20 before they cancel.
+T comes from its diagonal blocks of 1, 2, 4, ... rows: two neighbours T_1 and T_2 and what M has of both, M_21, are
+joined as T_21 = -T_2 M_21 T_1, two products for all pairs at once. Every block is an inverse itself, and no entry of T
+is above 2 for keys of length 1 and beta up to 2, where powers of M, of which T is a sum as well, may pass 1e20 before
+they cancel.
 
 Each exponent is a sum of its own and no difference of sums: a decay of exp(-1e4) costs its neighbours no digits, and
 what is above the diagonal is 0 before it is exponentiated.
 
-For bfloat16 v the factors of products with states are bfloat16, those of products with T, A or their gradients tf32, and
-T is made with three bfloat16 products for one. It is tf32 throughout for float16, whose range states may leave, except
-for T; three tf32 for one for float32. Sums and the carried state are float32.
+For bfloat16 v the factors of products with states are bfloat16, those of products with T, A or their gradients tf32,
+and T is made with three bfloat16 products for one. It is tf32 throughout for float16, whose range states may leave,
+except for T; three tf32 for one for float32. Sums and the carried state are float32.
 
-Occupancy: `_forward` and `_backward` are B heads V / 32 programs for K 128 (V / 16 for K 256) of 8 warps, one to an SM by
-their registers; the others one a chunk, or one a chunk and 64 columns. B 64, T 1024, 2 heads, K 128, V 256 (Gated
+Occupancy: `_forward` and `_backward` are B heads V / 32 programs for K 128 (V / 16 for K 256) of 8 warps, one to an SM
+by their registers; the others one a chunk, or one a chunk and 64 columns. B 64, T 1024, 2 heads, K 128, V 256 (Gated
 DeltaNet at gpu scale): 1024 programs that carry, 8 rounds on 132 SMs of 16 chunks each.
 
 Roofline for an H200 (4.3 TB/s, 790 TFLOP/s in bfloat16, half of it in tf32) at that size, bfloat16: the states before
 chunks are 1 KB a step and head, T and A 512 B, v and o 512 B each, q and k 256 B each. Forward 6 KB (the states written
-and read), 0.8 GB or 190 us; 295 kFLOP in bfloat16, 98 in tf32, 82 thrice for T: 120 us. Backward 19 KB, 2.6 GB or 590 us;
-190 us of products. But a chunk of a program that carries is three products, each of which waits for the one before, some
-2.5 us: 8 rounds of 16 are 0.3 ms forward and 0.4 ms backward. Predicted: forward 0.6 to 0.9 ms, backward 1.5 to 2.5 ms.
-B 256, T 16, 2 heads, K 32, V 64 (cpu scale): 13 MB forward, 3 us, below what three and five launches cost. Not measured
-yet. float32 has chunks of 16 steps, for want of registers: four times as many states, twice the bytes each.
+and read), 0.8 GB or 190 us; 295 kFLOP in bfloat16, 98 in tf32, 82 thrice for T: 120 us. Backward 19 KB, 2.6 GB or 590
+us; 190 us of products. But a chunk of a program that carries is three products, each of which waits for the one before,
+some 2.5 us: 8 rounds of 16 are 0.3 ms forward and 0.4 ms backward. Predicted: forward 0.6 to 0.9 ms, backward 1.5 to
+2.5 ms. B 256, T 16, 2 heads, K 32, V 64 (cpu scale): 13 MB forward, 3 us, below what three and five launches cost. Not
+measured yet. float32 has chunks of 16 steps, for want of registers: four times as many states, twice the bytes each.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ _PRECISION = {
     torch.float16: ("tf32", "tf32", "tf32x3"),
     torch.bfloat16: ("bf16", "tf32", "bf16x3"),
 }
-"""Of the factors, by type of v: of products of arguments, states and U; of those with T, A or their gradients; of T's."""
+"""Of factors, by type of v: where products are of arguments, states and U; with T, A or their gradients; for T."""
 
 
 def delta_rule(
@@ -338,6 +339,12 @@ def _store(place, row, column, of_row, of_column, tile):
 
 
 @triton.jit
+def _with(blocks, block):
+    blocks += (block,)
+    return blocks
+
+
+@triton.jit
 def _solve(
     q, k, beta, log_decay, inverse, scores, length, heads, n, K,
     STEPS: tl.constexpr, KEYS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
@@ -391,9 +398,9 @@ def _forward(
     for block in tl.static_range(BLOCKS):
         key = block * KEYS + tl.arange(0, KEYS)
         if state is None:
-            S = S + (tl.zeros([KEYS, VALUES], COMPUTE),)
+            S = _with(S, tl.zeros([KEYS, VALUES], COMPUTE))
         else:
-            S = S + (_load(state + row * K * V, key * V, value, key < K, value < V, COMPUTE),)
+            S = _with(S, _load(state + row * K * V, key * V, value, key < K, value < V, COMPUTE))
     for chunk in tl.range(0, chunks, num_stages=1):
         first, program = chunk * STEPS, row * chunks + chunk
         inside, at = first + i < length, (sequence * length + first) * heads + head
@@ -415,7 +422,7 @@ def _forward(
         for block in tl.static_range(BLOCKS):
             key = block * KEYS + tl.arange(0, KEYS)
             k_tile = _load(k + at * K, i * heads * K, key, inside, key < K, COMPUTE)
-            S = S + (tl.exp(tl.sum(log, 0)) * before[block] + _product(tl.trans(k_tile), U, COMPUTE, PRECISION),)
+            S = _with(S, tl.exp(tl.sum(log, 0)) * before[block] + _product(tl.trans(k_tile), U, COMPUTE, PRECISION))
     for block in tl.static_range(BLOCKS):
         key = block * KEYS + tl.arange(0, KEYS)
         _store(final + row * K * V, key * V, value, key < K, value < V, S[block])
@@ -439,9 +446,9 @@ def _backward(
     for block in tl.static_range(BLOCKS):
         key = block * KEYS + tl.arange(0, KEYS)
         if grad_final is None:
-            dS = dS + (tl.zeros([KEYS, VALUES], COMPUTE),)
+            dS = _with(dS, tl.zeros([KEYS, VALUES], COMPUTE))
         else:
-            dS = dS + (_load(grad_final + row * K * V, key * V, value, key < K, value < V, COMPUTE),)
+            dS = _with(dS, _load(grad_final + row * K * V, key * V, value, key < K, value < V, COMPUTE))
     for back in tl.range(0, chunks, num_stages=1):
         chunk = chunks - 1 - back
         first, program = chunk * STEPS, row * chunks + chunk
@@ -472,7 +479,7 @@ def _backward(
             q_tile = _load(q + token * K, in_token * K, key, reads, key < K, COMPUTE)
             before = whole * after[block] + _product(tl.trans(q_tile), do, COMPUTE, PRECISION)
             k_tile = _load(k + at * K, i * heads * K, key, inside, key < K, COMPUTE)
-            dS = dS + (before - _product(tl.trans(k_tile), dE, COMPUTE, PRECISION),)
+            dS = _with(dS, before - _product(tl.trans(k_tile), dE, COMPUTE, PRECISION))
     if dstate is not None:
         for block in tl.static_range(BLOCKS):
             key = block * KEYS + tl.arange(0, KEYS)
