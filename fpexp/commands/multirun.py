@@ -94,6 +94,7 @@ def _carry_out(sweep: SweepFolder, jobs: dict[int, list[str]], threads: int) -> 
     first = next(iter(jobs.values()))
     with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="fpexp"):
         hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
         words = [*permissive(first), f"hydra.sweep.dir='{_escaped(sweep.path)}'"]
         master = hydra.compose_config(CONFIG_NAME, words, RunMode.MULTIRUN)
         kind = str(master.hydra.launcher._target_).rpartition(".")[2]
@@ -133,7 +134,7 @@ def _say_threads(n_jobs: int, jobs: int, threads: int) -> None:
     at_once = min(joblib.effective_n_jobs(n_jobs), jobs)
     share = threads or int(os.environ.get("OMP_NUM_THREADS") or max(1, joblib.cpu_count() // at_once))
     why = f"threads={threads}" if threads else "threads=0: a share each"
-    note(f"{at_once} jobs at once with {share} thread{'s' if share > 1 else ''} each ({why}) on {joblib.cpu_count()} CPUs")
+    note(f"{at_once} jobs at once, {share} CPU thread{'s' if share > 1 else ''} each of {joblib.cpu_count()} ({why})")
 
 
 @contextmanager
