@@ -58,7 +58,7 @@ class SweepFolder:
             for number, words in enumerate(jobs):
                 job = JobFolder(folder.path / str(number))
                 job.path.mkdir()
-                job.write(number=number, overrides=list(words), state="waiting")
+                job.write(number=number, overrides=[word.lstrip("+") for word in words], state="waiting")
         except OSError as error:
             raise UserError(f"cannot write to results_dir={results_dir}: {error.strerror}") from error
         return folder

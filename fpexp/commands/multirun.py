@@ -16,11 +16,13 @@ from types import FrameType
 from typing import Any
 
 from fpexp.commands.arguments import take
+from fpexp.commands.sweep_jobs import Job, find_jobs, look_up, own_overrides
 from fpexp.config.catalogue import conf_dir
-from fpexp.config.compose import CONFIG_NAME, compose, expand, from_hydra, permissive
+from fpexp.config.compose import CONFIG_NAME, from_hydra, permissive
 from fpexp.config.run import RunConfig
 from fpexp.errors import Interrupted, UserError, first_line
 from fpexp.known_runs import KnownRuns
+from fpexp.measurement import Measurement, parse_measurements, unmeasured
 from fpexp.reporting.figures import draw_curves
 from fpexp.reporting.store import read_curve
 from fpexp.run_folder import RunFolder
@@ -30,7 +32,6 @@ from fpexp.tracking.jobs import JobTracker, text_of, watched
 from fpexp.tracking.tracker import Trackers
 from fpexp.tracking.watchers import trackers
 
-HYDRAS = ("hydra.", "hydra/")
 STOPPED = "the sweep was stopped"
 
 
@@ -39,18 +40,12 @@ def run(words: list[str]) -> int:
     for key in ("resume", "config"):
         if take(words, key)[0] is not None:
             raise UserError(f"{key}= and -m do not go together; a sweep run again resumes what is missing")
-    jobs = expand(words)
-    configs = [compose(job) for job in jobs]
-    _check_builds(configs)
-    sweep = SweepFolder.create(Path(configs[0].results_dir), [_own(job) for job in jobs])
-    waiting = _not_yet_done(sweep, configs)
-    signum = _carry_out(sweep, {number: jobs[number] for number in waiting}, configs[0].threads) if waiting else None
+    jobs = find_jobs(words)
+    _check_builds([job.config for job in jobs])
+    sweep = SweepFolder.create(Path(jobs[0].config.results_dir), [own_overrides(job.words) for job in jobs])
+    waiting = _not_yet_done(sweep, jobs)
+    signum = _carry_out(sweep, waiting) if waiting else None
     return _summarise(sweep, signum)
-
-
-def _own(words: Sequence[str]) -> list[str]:
-    """Return the words of a run itself, without those that are Hydra's."""
-    return [word.lstrip("+") for word in words if not word.lstrip("+~").startswith(HYDRAS)]
 
 
 def _check_builds(configs: Sequence[RunConfig]) -> None:
@@ -65,16 +60,12 @@ def _check_builds(configs: Sequence[RunConfig]) -> None:
             checked.append(alike)
 
 
-def _not_yet_done(sweep: SweepFolder, configs: Sequence[RunConfig]) -> list[int]:
-    """Return the numbers of the jobs that are to be run; of the others, say so in their folders."""
-    from fpexp.build import settle
-
-    known_runs = KnownRuns(configs[0].results_dir, configs[0].sweep.recorded)
-    waiting = []
-    for number, config in enumerate(configs):
-        known = known_runs.of(settle(config)[0])
-        if config.sweep.rerun or known.run is None or known.state not in ("finished", "recorded"):
-            waiting.append(number)
+def _not_yet_done(sweep: SweepFolder, jobs: Sequence[Job]) -> dict[int, Job]:
+    """Return the jobs that are to be run, by number; of the others, say so in their folders."""
+    waiting = {}
+    for number, (job, known) in enumerate(zip(jobs, look_up(jobs), strict=True)):
+        if job.config.sweep.rerun or known.run is None or known.state not in ("finished", "recorded") or known.wanting:
+            waiting[number] = job
             continue
         state = "recorded" if known.state == "recorded" else "done before"
         sweep.job(number).write(state=state, run=known.run.id, folder=str(known.run.path.resolve()), seconds=0.0)
@@ -82,7 +73,7 @@ def _not_yet_done(sweep: SweepFolder, configs: Sequence[RunConfig]) -> list[int]
     return waiting
 
 
-def _carry_out(sweep: SweepFolder, jobs: dict[int, list[str]], threads: int) -> int | None:
+def _carry_out(sweep: SweepFolder, jobs: dict[int, Job]) -> int | None:
     """Hand the jobs to the launcher that is asked for; return the signal that ended it, or None."""
     from hydra import initialize_config_dir
     from hydra._internal.callbacks import Callbacks
@@ -92,10 +83,11 @@ def _carry_out(sweep: SweepFolder, jobs: dict[int, list[str]], threads: int) -> 
     from hydra.types import HydraContext, RunMode
 
     first = next(iter(jobs.values()))
+    launched = [[*permissive(own_overrides(j.words)), f"hydra.sweep.subdir={number}"] for number, j in jobs.items()]
     with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="fpexp"):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
-        words = [*permissive(first), f"hydra.sweep.dir='{_escaped(sweep.path)}'"]
+        words = [*permissive(first.words), f"hydra.sweep.dir='{_escaped(sweep.path)}'"]
         master = hydra.compose_config(CONFIG_NAME, words, RunMode.MULTIRUN)
         kind = str(master.hydra.launcher._target_).rpartition(".")[2]
         hidden = kind == "JoblibLauncher" or has_rich_terminal()
@@ -104,20 +96,19 @@ def _carry_out(sweep: SweepFolder, jobs: dict[int, list[str]], threads: int) -> 
             task_function=partial(run_job, sweep_pid=os.getpid(), hidden=hidden),
             config=master,
         )
-        launched = {number: [*permissive(_own(job)), f"hydra.sweep.subdir={number}"] for number, job in jobs.items()}
         if kind == "JoblibLauncher":
-            _say_threads(int(master.hydra.launcher.n_jobs), len(jobs), threads)
+            _say_threads(int(master.hydra.launcher.n_jobs), len(jobs), first.config.threads)
         with watched(sweep, speak=isinstance(launcher, BasicLauncher) and not hidden):
             try:
                 if isinstance(launcher, BasicLauncher):
-                    for number, job in launched.items():
+                    for words in launched:
                         if not sweep.stopped:
-                            launcher.launch([job], initial_job_idx=number)
+                            launcher.launch([words], initial_job_idx=0)
                 elif kind == "JoblibLauncher":
                     with _handing_on(sweep):
-                        launcher.launch(list(launched.values()), initial_job_idx=0)
+                        launcher.launch(launched, initial_job_idx=0)
                 else:
-                    launcher.launch(list(launched.values()), initial_job_idx=0)
+                    launcher.launch(launched, initial_job_idx=0)
             except KeyboardInterrupt:
                 return int(signal.SIGINT)
             except (Exception, SystemExit) as error:  # a launcher's own: a worker that was killed, a cluster's refusal
@@ -193,6 +184,8 @@ def run_job(hydra_config: Any, sweep_pid: int, hidden: bool) -> None:
 
 
 def _carry_out_job(job: JobFolder, hydra_config: Any, choices: dict[str, Any]) -> int | None:
+    from omegaconf import OmegaConf
+
     sweep = SweepFolder(job.path.parent)
     if sweep.stopped:
         job.write(state="not started", reason=STOPPED)
@@ -205,7 +198,9 @@ def _carry_out_job(job: JobFolder, hydra_config: Any, choices: dict[str, Any]) -
             job.write(state="not started", reason="an earlier job failed and sweep.fail_fast=true")
             return None
         job.write(state="running", began=began, pid=os.getpid())
-        end = _train(config, job)
+        afterwards = OmegaConf.select(hydra_config, "sweep.evaluate")
+        wanted = None if afterwards is None else OmegaConf.to_container(afterwards, resolve=True)
+        end = _measure(config, job, _train(config, job), parse_measurements(wanted, "sweep.evaluate"))
     except (Interrupted, KeyboardInterrupt) as error:
         signum = error.signum if isinstance(error, Interrupted) else int(signal.SIGINT)
         sweep.stop()
@@ -228,7 +223,7 @@ def _train(config: RunConfig, job: JobFolder) -> dict[str, Any]:
     watchers = Trackers([trackers(config), JobTracker(job)])
     known = KnownRuns(config.results_dir).of(settle(config)[0])
     if known.run is not None and not config.sweep.rerun:
-        if known.state == "finished":  # in the meantime
+        if known.state == "finished":
             return {"state": "done before", "run": known.run.id}
         if known.state == "running":
             reason = f"{known.run.id} is in the hands of another process"
@@ -236,6 +231,18 @@ def _train(config: RunConfig, job: JobFolder) -> dict[str, Any]:
         if known.state in ("interrupted", "lost"):
             return {"state": "finished", "run": resume_run(known.run, known.run.config(), watchers, words).id}
     return {"state": "finished", "run": start_run(config, watchers, words).id}
+
+
+def _measure(config: RunConfig, job: JobFolder, end: dict[str, Any], wanted: list[Measurement]) -> dict[str, Any]:
+    """Measure of a finished run what the experiment asks for beside its curve; return how the job ends."""
+    if end["state"] not in DONE:
+        return end
+    run = RunFolder.find(end["run"], config.results_dir)
+    for measurement in unmeasured(wanted, run, config):
+        job.write(run=run.id, doing=f"measuring {' '.join(f'{k}={v}' for k, v in measurement.asked().items())}")
+        measurement.carry_out(run, config.device)
+        end = {**end, "state": "finished"}
+    return end
 
 
 @contextmanager

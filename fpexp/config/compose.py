@@ -78,6 +78,12 @@ def _grid(config: DictConfig) -> Any:
         raise UserError(_first_line(error)) from error
 
 
+def measured_afterwards(words: Sequence[str]) -> Any:
+    """Return a job's sweep.evaluate as plain data: what its experiment has measured of every finished run."""
+    sweep = _compose_raw(parse_overrides(words))[0].sweep
+    return OmegaConf.to_container(sweep, resolve=True).get("evaluate")  # type: ignore[union-attr]
+
+
 def permissive(arguments: Sequence[str]) -> list[str]:
     """Return the words of one job for Hydra's launchers, with plain values forced in as `compose` does."""
     return [_force(override) for override in parse_overrides(arguments)]
@@ -164,6 +170,8 @@ def _check_top_level(override: Override) -> None:
 def _missing(error: MissingConfigException) -> str:
     options = error.options or []
     name = str(error.missing_cfg_file)
+    if name == "hydra/launcher/joblib":
+        return f"{name} needs Hydra's joblib launcher; install it with pip install hydra-joblib-launcher"
     if "submitit" in name:
         return f"{name} needs Hydra's submitit launcher; install it with pip install 'fpexp[slurm]'"
     return f"no config file '{name}'{did_you_mean(name.rpartition('/')[2], options)} ({', '.join(options)})"

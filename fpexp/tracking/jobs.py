@@ -60,6 +60,8 @@ def watched(sweep: SweepFolder, speak: bool) -> Iterator[None]:
 
 def text_of(job: dict[str, Any]) -> str:
     """Return what is to be said of a job beside its state: how far it is, its run, or the reason."""
+    if job["state"] == "running" and "doing" in job:
+        return str(job["doing"])
     if job["state"] == "running" and "steps" in job:
         left = job.get("left")
         return f"step {job['step']}/{job['steps']}" + ("" if left is None else f", {format_duration(left)} left")

@@ -1,0 +1,64 @@
+"""fpexp sweep status: which jobs of a sweep are done, and what makes those that are not."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from fpexp.commands.sweep_jobs import Job, Standing, find_jobs, look_up, own_overrides
+from fpexp.config.quoting import shell_word
+from fpexp.config.schema import did_you_mean
+from fpexp.errors import UserError
+from fpexp.run_folder import read_rows
+from fpexp.sweep_folder import own_words
+from fpexp.tracking.console import note, print_table
+
+NOT_DONE = ("missing", "failed", "interrupted", "lost")
+
+
+def run(arguments: list[str]) -> int:
+    """Print one row a job, and the commands that make what is not done; reads results/ alone."""
+    if not arguments or arguments[0] != "status":
+        word = arguments[0] if arguments else ""
+        said = f"unknown '{word}'{did_you_mean(word, ['status'])}; " if word else ""
+        raise UserError(f"{said}write fpexp sweep status experiment=<name> [key=value ...]")
+    words = [word for word in arguments[1:] if word not in ("-m", "--multirun")]
+    jobs = find_jobs(words)
+    found = look_up(jobs)
+    texts = own_words([{"overrides": own_overrides(job.words)} for job in jobs])
+    rows = [
+        [str(number), text, _state(standing), _detail(job, standing)]
+        for number, (job, standing, text) in enumerate(zip(jobs, found, texts, strict=True))
+    ]
+    print_table("jobs", ["job", "overrides", "state", "run, reason or step"], rows)
+    counts = Counter(_state(standing) for standing in found)
+    note(f"{len(jobs)} jobs: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
+    todo = [job for job, standing in zip(jobs, found, strict=True) if _is_wanting(standing)]
+    if todo:
+        note("one at a time:")
+        note("\n".join(f"  {_command('fpexp train', job.words)}" for job in todo))
+        note(f"all that is not done:\n  {_command('fpexp train -m', words)}")
+    return 0
+
+
+def _is_wanting(standing: Standing) -> bool:
+    return standing.state in NOT_DONE or bool(standing.wanting)
+
+
+def _state(standing: Standing) -> str:
+    unmeasured = standing.wanting and standing.state in ("finished", "recorded")
+    return f"{standing.state}, not measured" if unmeasured else standing.state
+
+
+def _detail(job: Job, standing: Standing) -> str:
+    if standing.run is None:
+        return ""
+    if standing.state == "failed":
+        return f"{standing.run.id}: {standing.run.status().get('reason', '')}"
+    if standing.state in ("running", "interrupted", "lost"):
+        steps = [row["step"] for row in read_rows(standing.run.metrics) if row.get("kind") == "train"]
+        return f"{standing.run.id}: step {steps[-1] if steps else 0}/{job.config.training.steps}"
+    return standing.run.id
+
+
+def _command(start: str, words: list[str]) -> str:
+    return " ".join([start, *map(shell_word, words)])
