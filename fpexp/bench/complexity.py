@@ -54,7 +54,7 @@ class Sizes:
     """Keys of this benchmark; `scale` decides the widths."""
 
     scale: Literal["cpu", "gpu", "paper"] = "cpu"
-    lengths: list[Count] = field(default_factory=lambda: [64, 128, 256, 512, 1024])
+    lengths: list[Count] = field(default_factory=lambda: [32, 64, 128, 256, 512])
     batch_size: Count = 8
     memory: bool = True
 

@@ -175,10 +175,13 @@ def run_job(hydra_config: Any, sweep_pid: int, hidden: bool) -> None:
 
     context = HydraConfig.get()
     job = JobFolder(Path(context.runtime.output_dir))
-    if os.getppid() == sweep_pid:
+    apart = os.getppid() == sweep_pid
+    if apart:
         _apart(sweep_pid)
     with _hidden(job) if hidden else _shown(job):
         signum = _carry_out_job(job, hydra_config, dict(context.runtime.choices))
+    if apart and os.getppid() != sweep_pid:
+        os._exit(1)  # the sweep was killed; there is nobody to wait for
     if signum is not None:
         _hand_on(signum)
 
