@@ -110,6 +110,10 @@ def _carry_out(sweep: SweepFolder, jobs: dict[int, Job]) -> int | None:
                 else:
                     launcher.launch(launched, initial_job_idx=0)
             except KeyboardInterrupt:
+                if isinstance(launcher, BasicLauncher):
+                    sweep.stop()
+                elif kind != "JoblibLauncher":
+                    warn("the jobs that are queued elsewhere go on; the same command again finds what they finish")
                 return int(signal.SIGINT)
             except (Exception, SystemExit) as error:  # a launcher's own: a worker that was killed, a cluster's refusal
                 warn(f"the launcher has ended with {type(error).__name__}: {first_line(error)}")
