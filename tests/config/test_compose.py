@@ -171,7 +171,7 @@ def composed(*words: str) -> dict[str, Any]:
         ([], "task.bos", False),
         ([], "task.lengths.policy", "grow"),
         ([], "task.lengths.min", 2),
-        (["scale=paper"], "task.lengths", {"policy": "fixed", "min": 16, "max": 16, "mastery": 0.75}),
+        (["scale=paper"], "task.lengths", {"policy": "fixed", "min": 16, "max": 16, "mastery": 0.75, "rehearsal": 0.0}),
         (["scale=paper"], "training.steps", 125_000),
         (["scale=paper"], "training.batch_size", 512),
         (["scale=paper"], "training.lr", 1e-4),
