@@ -242,7 +242,7 @@ def test_a_protocol_has_convolution_and_state_for_models_that_have_them(
         (["task=copy"], "task.alphabet", 26),
         (["task=copy"], "task.context", 256),
         (["task=copy"], "task.packing", True),
-        (["task=copy"], "task.lengths", {"policy": "fixed", "min": 5, "max": 50, "mastery": 0.9}),
+        (["task=copy"], "task.lengths", {"policy": "fixed", "min": 5, "max": 50, "mastery": 0.9, "rehearsal": 0.0}),
         (["task=copy"], "training.steps", 10_000),
         (["task=copy"], "training.batch_size", 128),
         (["task=copy"], "training.lr", 1e-5),
