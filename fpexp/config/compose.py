@@ -25,6 +25,8 @@ from fpexp.errors import UserError
 CONFIG_NAME = "config"
 WITHIN_CONF = {"of_model": "solver", "of_task": "model"}
 """What conf/ has files decide for others, which refer to it, and for which; gone once they have their values."""
+REPORT = "report"
+"""How an experiment is reported (fpexp.reporting.layout): read from its own file, nothing of a run."""
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[Override]:
@@ -51,6 +53,11 @@ def compose(arguments: Sequence[str]) -> RunConfig:
 
 def compose_jobs(arguments: Sequence[str]) -> list[RunConfig]:
     """Compose and check every job of a multirun, in the order in which Hydra runs them."""
+    return [_compose(parse_overrides(words))[0] for words in expand(arguments)]
+
+
+def expand(arguments: Sequence[str]) -> list[list[str]]:
+    """Return the words of every job of a multirun, each of which `compose` takes."""
     overrides = parse_overrides(with_own_sweep(arguments))
     alternatives = [
         [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
@@ -58,7 +65,7 @@ def compose_jobs(arguments: Sequence[str]) -> list[RunConfig]:
         else [str(override.input_line)]
         for override in overrides
     ]
-    return [_compose(parse_overrides(words))[0] for words in itertools.product(*alternatives)]
+    return [list(words) for words in itertools.product(*alternatives)]
 
 
 def with_own_sweep(arguments: Sequence[str]) -> list[str]:
@@ -106,7 +113,7 @@ def from_hydra(config: DictConfig, selected: dict[str, Any]) -> RunConfig:
         raw = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(_first_line(error)) from error
-    for name in WITHIN_CONF:
+    for name in (*WITHIN_CONF, REPORT):
         raw.pop(name, None)  # type: ignore[union-attr,call-arg,arg-type]
     raw["choices"] = {group: selected.get(group) for group in GROUPS}  # type: ignore[index,call-overload]
     return RunConfig.parse(raw)  # type: ignore[arg-type]
@@ -141,6 +148,8 @@ def _check_top_level(override: Override) -> None:
     if of:
         leaf = key.partition(".")[2].rpartition(".")[2] or "<name>"
         raise UserError(f"'{key}' is for the files in conf/; set {of}.{leaf} instead")
+    if key.partition(".")[0] == REPORT:
+        raise UserError(f"'{key}' is for the files in conf/experiment; it is no setting of a run")
     known = {field.name for field in dataclasses.fields(RunConfig)} | {*GROUPS, "hydra"}
     near = did_you_mean(key, known)
     if "." not in key and "/" not in key and key not in known and near:

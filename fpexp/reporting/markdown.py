@@ -1,0 +1,51 @@
+"""The report as Markdown."""
+
+from __future__ import annotations
+
+from fpexp.reporting.report import Report, Section
+from fpexp.reporting.table import escaped, to_markdown
+from fpexp.reporting.words import CAPTION, READING, TITLE, summary_of
+
+
+def markdown(report: Report) -> str:
+    """Return report.md; figures stand beside it under figures/, numbers under csv/."""
+    parts = [f"# {TITLE}", READING, to_markdown(summary_of(report))]
+    if report.problems:
+        parts += ["Not as it should be:", _bullets(report.problems)]
+    parts += [part for section in report.sections for part in _section(section)]
+    if report.others:
+        parts += ["## Runs of no experiment above", to_markdown(report.others)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _section(section: Section) -> list[str]:
+    plan, name = section.plan, section.plan.name
+    parts = [f"## {escaped(plan.title)}", f"`experiment={name}`. {escaped(plan.description)}"]
+    if plan.paper and plan.paper.claims:
+        parts += ["As the paper reports it:", _bullets(plan.paper.claims)]
+    if section.chart:
+        parts += [f"![{escaped(plan.title)}](figures/{name}.png)", CAPTION]
+    parts.append(to_markdown(section.table))
+    if section.runs.rows:
+        parts += ["Runs:", to_markdown(section.runs)]
+    if section.unfinished:
+        parts.append("Not finished:")
+        parts.append("\n".join(f"- {escaped(what)}{_command(command)}" for what, command in section.unfinished))
+    if section.missing:
+        parts += [f"Missing; `{plan.command}` runs all of it, or one by one:", _block(section.missing)]
+    if section.remarks:
+        parts += ["Recorded more than once:", _bullets(section.remarks)]
+    return [*parts, f"All numbers: [csv/{name}.csv](csv/{name}.csv)"]
+
+
+def _command(command: str | None) -> str:
+    return f"; `{command}`" if command else ""
+
+
+def _block(lines: tuple[str, ...]) -> str:
+    return "\n".join(("```", *lines, "```"))
+
+
+def _bullets(lines: tuple[str, ...]) -> str:
+    return "\n".join(f"- {escaped(line)}" for line in lines)
+
