@@ -23,19 +23,21 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
     where = [f"results_dir={results_dir}"] if results_dir != Path("results") else []
     jobs = []
     for job in expand(common):
-        own = [word for word in job if word not in common]
+        shared = [word for word in common if word in job]  # not those that name several values
+        own = [word for word in job if word not in shared]
         config = compose(job)
         jobs.append(
             Job(
                 seed=config.seed,
                 settings={key: value for key, _, value in (word.partition("=") for word in own) if key != "seed"},
-                command=_command(["train", *common, *own, *where]),
+                command=_command(["train", *shared, *own, *where]),
                 config=config.to_dict(),
                 identities=identities(config),
             )
         )
     command = _command(["train", "-m", *common, *where]) if len(jobs) > 1 else jobs[0].command
-    return Plan(name, choices("experiment")[name], command, tuple(jobs), layout, read_paper(results_dir, name))
+    description = choices("experiment")[name].removesuffix(" (-m)")
+    return Plan(name, description, command, tuple(jobs), layout, read_paper(results_dir, name))
 
 
 def identities(config: RunConfig) -> frozenset[str]:

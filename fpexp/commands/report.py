@@ -11,8 +11,9 @@ from fpexp.commands.experiments import identify, plan
 from fpexp.config.catalogue import check_choice, choices
 from fpexp.errors import UserError
 from fpexp.reporting.outcome import Plan
+from fpexp.reporting.paper import Paper, papers_beside
 from fpexp.reporting.record import read_records
-from fpexp.reporting.report import Report, make_report
+from fpexp.reporting.report import Report, make_report, make_whole_report
 from fpexp.reporting.writing import check_place, write_report
 from fpexp.tracking.console import note, print_table, warn
 
@@ -33,7 +34,10 @@ def run(arguments: list[str]) -> int:
     check_place(folder)
     plans, problems = _plans(names, words, results_dir)
     records = read_records(results_dir, identify)
-    report = make_report(plans, records, problems, whole=not names)
+    if names:
+        report = make_report(plans, records, problems)
+    else:
+        report = make_whole_report(plans, records, *_papers(results_dir, problems))
     write_report(report, folder)
     _say(report, folder, bool(records), results_dir)
     return 0
@@ -53,6 +57,13 @@ def _plans(names: Sequence[str], words: Sequence[str], results_dir: Path) -> tup
         if not made.layout.on_request:
             plans.append(made)
     return sorted(plans, key=lambda made: (made.layout.paper is None, _natural(made.name))), problems
+
+
+def _papers(results_dir: Path, problems: list[str]) -> tuple[list[str], dict[str, Paper]]:
+    try:
+        return problems, papers_beside(results_dir, choices("experiment"))
+    except UserError as error:
+        return [*problems, str(error)], {}
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -105,7 +105,7 @@ def chart_of(outcome: Outcome) -> Chart | None:
 
 
 def metrics_of(outcome: Outcome) -> tuple[str, ...]:
-    """Return what is reported of an experiment: what its layout says, else the perplexity of text, or token accuracy."""
+    """Return what is reported of an experiment: what its layout says, else perplexity of text or token accuracy."""
     if outcome.plan.layout.metrics:
         return outcome.plan.layout.metrics
     rows = [row for run in outcome.runs for row in run.curve]
@@ -114,10 +114,14 @@ def metrics_of(outcome: Outcome) -> tuple[str, ...]:
 
 
 def lengths_of(outcome: Outcome) -> list[int]:
-    """Return the lengths with a column: the layout's, else those measured at or after 1, 2 and 4 times training's."""
-    if outcome.plan.layout.at:
-        return list(outcome.plan.layout.at)
-    measured = sorted({length for run in outcome.runs for length in run.by_length})
+    """Return the lengths with a column: the layout's, else those at or next after 1, 2 and 4 times training's.
+
+    They are of those that are measured at this scale.
+    """
+    measured = sorted({length for setting in outcome.settings for length in setting.config["evaluation"]["lengths"]})
+    chosen = [length for length in outcome.plan.layout.at if length in measured]
+    if chosen:
+        return chosen
     longest = max((trained for s in outcome.settings if (trained := training_length(s.config))), default=None)
     if longest is None:
         return measured[-3:]
@@ -280,5 +284,5 @@ def _levels(members: Sequence[Setting], metric: str) -> tuple[tuple[float, str],
         key, name = "unigram_perplexity", "unigram"
     else:
         return ()
-    found = {number(row, key) for row in rows} - {None}
-    return tuple((level, name) for level in sorted(found))  # type: ignore[type-var]
+    found = (number(row, key) for row in rows)
+    return tuple((level, name) for level in sorted({value for value in found if value is not None}))

@@ -43,7 +43,12 @@ def draw(chart: Chart, stem: Path) -> list[Path]:
         names = sorted(handles, key=lambda name: labels[name])
         if len(names) > 1:
             figure.legend(
-                [handles[name] for name in names], list(map(_plain, names)), loc="outside lower center", ncols=4, fontsize=8, frameon=False
+                [handles[name] for name in names],
+                list(map(_plain, names)),
+                loc="outside lower center",
+                ncols=4,
+                fontsize=8,
+                frameon=False,
             )
         paths = [stem.with_name(f"{stem.name}.png"), stem.with_name(f"{stem.name}.svg")]
         figure.savefig(paths[0], metadata={"Software": None})

@@ -89,9 +89,7 @@ def _parse(block: Any) -> Layout:
         raise UserError(f"{KEY}.labels is a mapping, not {layout.labels!r}")
     for metric in layout.metrics:
         if metric not in METRICS and layout.kind != "training":
-            raise UserError(
-                f"{KEY}.metrics: unknown '{metric}'{did_you_mean(metric, METRICS)} ({', '.join(METRICS)})"
-            )
+            raise UserError(f"{KEY}.metrics: unknown '{metric}'{did_you_mean(metric, METRICS)} ({', '.join(METRICS)})")
     if layout.kind in ("setting", "training") and not layout.x:
         raise UserError(f"{KEY}.kind={layout.kind} needs {KEY}.x")
     return layout

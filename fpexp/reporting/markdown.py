@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fpexp.reporting.report import Report, Section
 from fpexp.reporting.table import escaped, to_markdown
-from fpexp.reporting.words import CAPTION, READING, TITLE, summary_of
+from fpexp.reporting.words import CAPTION, OTHERS, PAPERS, READING, TITLE, summary_of
 
 
 def markdown(report: Report) -> str:
@@ -13,8 +13,10 @@ def markdown(report: Report) -> str:
     if report.problems:
         parts += ["Not as it should be:", _bullets(report.problems)]
     parts += [part for section in report.sections for part in _section(section)]
+    if report.papers:
+        parts += [f"## {PAPERS}", to_markdown(report.papers)]
     if report.others:
-        parts += ["## Runs of no experiment above", to_markdown(report.others)]
+        parts += [f"## {OTHERS}", to_markdown(report.others)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -32,7 +34,10 @@ def _section(section: Section) -> list[str]:
         parts.append("Not finished:")
         parts.append("\n".join(f"- {escaped(what)}{_command(command)}" for what, command in section.unfinished))
     if section.missing:
-        parts += [f"Missing; `{plan.command}` runs all of it, or one by one:", _block(section.missing)]
+        parts += [
+            f"Missing; `{plan.command}` runs the whole grid; what is missing, one by one:",
+            _block(section.missing),
+        ]
     if section.remarks:
         parts += ["Recorded more than once:", _bullets(section.remarks)]
     return [*parts, f"All numbers: [csv/{name}.csv](csv/{name}.csv)"]
@@ -48,4 +53,3 @@ def _block(lines: tuple[str, ...]) -> str:
 
 def _bullets(lines: tuple[str, ...]) -> str:
     return "\n".join(f"- {escaped(line)}" for line in lines)
-

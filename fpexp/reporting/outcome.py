@@ -45,11 +45,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A run that was begun and has no curve, and the command that goes on with it or makes it anew, if one does."""
+    """A run that was begun and has no curve, and the command that goes on with it or makes it anew, if one does.
+
+    `asked`: the grid has its seed.
+    """
 
     record: Record
     why: str
     command: str | None
+    asked: bool
 
 
 @dataclass(frozen=True)
@@ -78,20 +82,14 @@ class Outcome:
 
     @property
     def asked(self) -> int:
-        """Jobs of the grid."""
-        return len(self.plan.jobs)
+        """Runs that the grid asks for."""
+        return sum(setting.asked for setting in self.settings)
 
     @property
     def done(self) -> int:
-        """Jobs of the grid that a finished run answers."""
-        return self.asked - sum(len(s.missing) for s in self.settings) - self.begun
-
-    @property
-    def begun(self) -> int:
-        """Jobs of the grid that have been begun and have no finished run."""
-        wanted = {(job.seed, identity) for job in self.plan.jobs for identity in job.identities}
-        runs = [entry.record for setting in self.settings for entry in setting.unfinished]
-        return sum((run.seed, run.identity) in wanted for run in runs)
+        """Those of them that are finished."""
+        begun = sum(entry.asked for setting in self.settings for entry in setting.unfinished)
+        return self.asked - begun - sum(len(setting.missing) for setting in self.settings)
 
     @property
     def runs(self) -> list[Record]:
@@ -147,13 +145,14 @@ def _setting(jobs: Sequence[Job], varying: Sequence[str], layout: Layout, record
 
 def _unfinished(record: Record, job: Job | None) -> Unfinished:
     why = record.state + (f": {record.reason}" if record.reason else "")
+    command = job.command if job else None
     if record.state == "finished":
         why = "finished, without a curve that can be read"
-    if record.state == "running":
-        return Unfinished(record, why, None)
-    if record.state in ("interrupted", "lost") and record.place == "runs":
-        return Unfinished(record, why, f"fpexp train resume={record.id}")
-    return Unfinished(record, why, job.command if job else None)
+    elif record.state == "running":
+        command = None
+    elif record.state in ("interrupted", "lost") and record.place == "runs":
+        command = f"fpexp train resume={record.id}"
+    return Unfinished(record, why, command, asked=job is not None)
 
 
 def label_of(values: Mapping[str, str], layout: Layout) -> str:
@@ -165,9 +164,9 @@ def label_of(values: Mapping[str, str], layout: Layout) -> str:
     for key, value in values.items():
         name = str(layout.labels.get(value, value))
         short = str(layout.labels.get(key, key.rpartition(".")[2]))
-        if value in ("true", "false"):
+        if value.lower() in ("true", "false"):
             switches = True
-            on += [short] if value == "true" else []
+            on += [short] if value.lower() == "true" else []
         else:
             parts.append(name if "." not in key else f"{short}={name}")
     return ", ".join([*parts, *(["+".join(on) or "none"] if switches else [])])

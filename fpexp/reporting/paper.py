@@ -14,7 +14,7 @@ has all of these values.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,13 @@ def read_paper(results_dir: Path, experiment: str) -> Paper | None:
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
     return paper
+
+
+def papers_beside(results_dir: Path, names: Iterable[str]) -> dict[str, Paper]:
+    """Read what the paper reports under other names than these: that for which there is no experiment."""
+    known = set(names)
+    found = sorted(path.stem for path in (results_dir / FOLDER).glob("*.yaml") if path.stem not in known)
+    return {name: paper for name in found if (paper := read_paper(results_dir, name))}
 
 
 def look_up(config: Mapping[str, Any], key: str) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fpexp.reporting.chart import Chart, chart_of
 from fpexp.reporting.outcome import Outcome, Plan, match
+from fpexp.reporting.paper import Paper
 from fpexp.reporting.record import Record
-from fpexp.reporting.table import Table, runs_of, table_of
+from fpexp.reporting.table import REPORTED, Table, runs_of, table_of
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,47 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """`others` are finished runs of none of the experiments; `problems` are one line each."""
+    """`others` are runs of none of the experiments, `papers` what is reported of none; `problems` are a line each."""
 
     sections: tuple[Section, ...]
     others: Table | None
+    papers: Table | None
     problems: tuple[str, ...]
 
 
-def make_report(plans: Sequence[Plan], records: Sequence[Record], problems: Sequence[str], whole: bool) -> Report:
-    """Match plans and records. A `whole` report, of all experiments, also lists the runs that belong to none."""
+def make_report(plans: Sequence[Plan], records: Sequence[Record], problems: Sequence[str]) -> Report:
+    """Match plans and records, for a report of these experiments alone."""
+    return _report(plans, records, problems, {}, whole=False)
+
+
+def make_whole_report(
+    plans: Sequence[Plan], records: Sequence[Record], problems: Sequence[str], papers: Mapping[str, Paper]
+) -> Report:
+    """Match plans and records, and list the runs and the `papers` that belong to none of the experiments too."""
+    return _report(plans, records, problems, papers, whole=True)
+
+
+def _report(
+    plans: Sequence[Plan],
+    records: Sequence[Record],
+    problems: Sequence[str],
+    papers: Mapping[str, Paper],
+    whole: bool,
+) -> Report:
     sections = tuple(_section(match(plan, records)) for plan in plans)
     known = frozenset(identity for plan in plans for job in plan.jobs for identity in job.identities)
     told = [record for record in records if whole or record.identity is None or record.identity in known]
     lines = [f"{record.place}/{record.id}: {problem}" for record in told for problem in record.problems]
-    rest = [record for record in records if record.identity is not None and record.identity not in known]
-    return Report(sections, _others(rest) if whole and rest else None, (*problems, *lines))
+    rest = [r for r in records if r.identity is not None and r.identity not in known] if whole else []
+    return Report(sections, _others(rest) if rest else None, _papers(papers), (*problems, *lines))
 
 
 def _section(outcome: Outcome) -> Section:
     unfinished = [
-        (f"{entry.record.place}/{entry.record.id} ({setting.label}, seed {entry.record.seed}): {entry.why}", entry.command)
+        (
+            f"{entry.record.place}/{entry.record.id} ({setting.label}, seed {entry.record.seed}): {entry.why}",
+            entry.command,
+        )
         for setting in outcome.settings
         for entry in setting.unfinished
     ]
@@ -71,6 +93,15 @@ def _section(outcome: Outcome) -> Section:
         unfinished=tuple(unfinished),
         remarks=tuple(remarks),
     )
+
+
+def _papers(papers: Mapping[str, Paper]) -> Table | None:
+    rows = [
+        (name, paper.source, label, paper.measure, text)
+        for name, paper in papers.items()
+        for label, text in [*(("", claim) for claim in paper.claims), *((row.label, row.text) for row in paper.rows)]
+    ]
+    return Table(("name", "source", "of", "measure", REPORTED), tuple(rows)) if rows else None
 
 
 def _others(records: Sequence[Record]) -> Table:

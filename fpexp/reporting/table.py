@@ -68,7 +68,7 @@ def runs_of(outcome: Outcome) -> Table:
 def to_markdown(table: Table) -> str:
     """Return a Markdown table."""
     lines = [table.columns, tuple("---" for _ in table.columns), *table.rows]
-    return "\n".join("| " + " | ".join((escaped(cell) or " " for cell in line)) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(escaped(cell) or " " for cell in line) + " |" for line in lines)
 
 
 def numbers_csv(outcome: Outcome) -> str:
@@ -142,7 +142,16 @@ def _about(setting: Setting) -> list[str]:
     trained = training_length(setting.config)
     iterations = at_length(runs, "iterations_mean", trained) if trained else None
     time = _duration(seconds.mean) if seconds else NOTHING
-    return [count, scale, device, steps, time, weights, _trained(setting, runs), _cell("iterations_mean", iterations, len(runs))]
+    return [
+        count,
+        scale,
+        device,
+        steps,
+        time,
+        weights,
+        _trained(setting, runs),
+        _cell("iterations_mean", iterations, len(runs)),
+    ]
 
 
 def _trained(setting: Setting, runs: Sequence[Record]) -> str:

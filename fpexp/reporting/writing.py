@@ -50,7 +50,9 @@ def check_place(folder: Path) -> None:
     own = {path for pattern in PATTERNS for path in folder.glob(pattern)}
     strange = sorted(path for path in folder.rglob("*") if path not in own and (path.is_symlink() or not path.is_dir()))
     if strange:
-        raise UserError(f"out={folder} holds {strange[0].relative_to(folder)}, which is no report's; name another folder")
+        raise UserError(
+            f"out={folder} holds {strange[0].relative_to(folder)}, which is no report's; name another folder"
+        )
 
 
 def _fill(folder: Path, report: Report) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from fpexp.reporting.chart import Axis, Chart, Line
 from fpexp.reporting.report import Report, Section
 from fpexp.reporting.table import REPORTED, Table
-from fpexp.reporting.words import CAPTION, READING, TITLE, summary_of
+from fpexp.reporting.words import CAPTION, OTHERS, PAPERS, READING, TITLE, summary_of
 
 
 def page(report: Report) -> str:
@@ -23,8 +23,9 @@ def page(report: Report) -> str:
     if report.problems:
         parts += ["<h3>Not as it should be</h3>", _list(map(escape, report.problems))]
     parts += [part for section in report.sections for part in _section(section)]
-    if report.others:
-        parts += ["<h2>Runs of no experiment above</h2>", _table(report.others, "runs of no experiment above")]
+    for title, table in ((PAPERS, report.papers), (OTHERS, report.others)):
+        if table:
+            parts += [f"<h2>{escape(title)}</h2>", _table(table, title)]
     style, script = _own("page.css"), _own("page.js")
     return Template(_own("page.html")).substitute(
         title=escape(TITLE),
@@ -89,7 +90,10 @@ def _section(section: Section) -> list[str]:
     if section.unfinished:
         parts += ["<h3>Not finished</h3>", _list(_unfinished(*entry) for entry in section.unfinished)]
     if section.missing:
-        parts += ["<h3>Missing</h3>", f"<p><code>{escape(plan.command)}</code> runs all of it, or one by one:</p>"]
+        parts += [
+            "<h3>Missing</h3>",
+            f"<p><code>{escape(plan.command)}</code> runs the whole grid; what is missing, one by one:</p>",
+        ]
         lines = escape("\n".join(section.missing))
         parts.append(f"<details><summary>{len(section.missing)} commands</summary><pre>{lines}</pre></details>")
     if section.remarks:
@@ -131,7 +135,9 @@ def _head(columns: Sequence[str]) -> str:
 def _scrolling(name: str, head: str, rows: Sequence[str]) -> str:
     """Return a table in a box of its own to scroll, which the keyboard reaches too."""
     body = "<tbody>" + "".join(rows) + "</tbody>"
-    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}"><table>{head}{body}</table></div>'
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}"><table>{head}{body}</table></div>'
+    )
 
 
 def _data(value: Mapping[str, Any]) -> str:

@@ -216,8 +216,9 @@ class Panel {
     );
     const room = this.width - this.tip.offsetWidth;
     this.tip.style.left = `${Math.min(Math.max(x + 12, 0), Math.max(room, 0))}px`;
-    const above = this.svg.offsetTop + y - this.tip.offsetHeight - 12;
-    this.tip.style.top = `${above >= 0 ? above : this.svg.offsetTop + y + 14}px`;
+    const top = this.svg.getBoundingClientRect().top - this.node.getBoundingClientRect().top + y;
+    const above = top - this.tip.offsetHeight - 12;
+    this.tip.style.top = `${above >= 0 ? above : top + 14}px`;
   }
 }
 
