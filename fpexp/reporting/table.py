@@ -18,10 +18,13 @@ from fpexp.reporting.chart import (
 )
 from fpexp.reporting.layout import LONGEST_ABOVE, METRICS
 from fpexp.reporting.outcome import Outcome, Setting
+from fpexp.reporting.paper import Paper
 from fpexp.reporting.record import Record
 
 NOTHING = "-"
 REPORTED = "paper, as reported"
+ABOUT = ("iterations", "trained to", "steps", "wall time", "weights", "scale", "device")
+"""What the runs of a setting were, behind what they measured."""
 
 
 @dataclass(frozen=True)
@@ -34,21 +37,20 @@ class Table:
 
 def table_of(outcome: Outcome) -> Table:
     """Return the table; settings without a run have a row too, and so has what only the paper has."""
-    measured = _measured(outcome)
-    columns = ["setting", "runs", "scale", "device", "steps", "wall time", "weights", "trained to", "iterations"]
-    columns += [_title(metric, length) for metric, length in measured]
-    paper = outcome.plan.paper
-    rows = []
-    for setting in outcome.settings:
-        cells = [_cell(m, _value(setting.runs, m, length), len(setting.runs)) for m, length in measured]
-        rows.append([setting.label, *_about(setting), *cells, *([_reported(outcome, setting)] if paper else [])])
+    measured, paper = _measured(outcome), outcome.plan.paper
+    columns = ["setting", "runs", *(_title(metric, length) for metric, length in measured)]
     if paper:
         columns.append(f"{REPORTED}: {paper.measure}" if paper.measure else REPORTED)
-        for row_of_paper in paper.rows:
-            if not any(row_of_paper.fits(setting.config) for setting in outcome.settings):
-                nothing = [NOTHING] * (len(columns) - 2)
-                rows.append([f"{row_of_paper.label} (paper only)", *nothing, row_of_paper.text])
-    return Table(tuple(columns), tuple(map(tuple, rows)))
+    rows = []
+    for setting in outcome.settings:
+        cells = [_cell(metric, _value(setting.runs, metric, n), len(setting.runs)) for metric, n in measured]
+        reported = [_reported(paper, setting)] if paper else []
+        rows.append([setting.label, _counted(setting), *cells, *reported, *_about(setting)])
+    for row in paper.rows if paper else ():
+        if not any(row.fits(setting.config) for setting in outcome.settings):
+            before, after = [NOTHING] * (len(columns) - 2), [NOTHING] * len(ABOUT)
+            rows.append([f"{row.label} (paper only)", *before, row.text, *after])
+    return Table((*columns, *ABOUT), tuple(map(tuple, rows)))
 
 
 def runs_of(outcome: Outcome) -> Table:
@@ -130,27 +132,26 @@ def _cell(metric: str, value: Summary | None, runs: int = 1) -> str:
     return f"{value.mean:.{digits}f}{spread}" + (f" (n={value.n})" if value.n != runs else "")
 
 
+def _counted(setting: Setting) -> str:
+    """Return how many runs there are, and of how many where some are not."""
+    return (
+        f"{len(setting.runs)} of {setting.asked}" if setting.missing or setting.unfinished else str(len(setting.runs))
+    )
+
+
 def _about(setting: Setting) -> list[str]:
-    """Return how many runs of how many, scale, device, steps, wall time, weights, training length and iterations."""
-    runs = setting.runs
-    count = f"{len(runs)} of {setting.asked}" if setting.missing or setting.unfinished else str(len(runs))
-    scale = str(setting.config["choices"]["scale"])
-    device = _common([str(run.config["device"]).partition(":")[0] for run in runs])
-    steps = _common([_count(run.steps) for run in runs])
-    seconds = summarise((run.id, run.seconds) for run in runs)
-    weights = _common([_count(run.parameters) for run in runs])
-    trained = training_length(setting.config)
+    """Return the cells of ABOUT."""
+    runs, trained = setting.runs, training_length(setting.config)
     iterations = at_length(runs, "iterations_mean", trained) if trained else None
-    time = _duration(seconds.mean) if seconds else NOTHING
+    seconds = summarise((run.id, run.seconds) for run in runs)
     return [
-        count,
-        scale,
-        device,
-        steps,
-        time,
-        weights,
-        _trained(setting, runs),
         _cell("iterations_mean", iterations, len(runs)),
+        _trained(setting, runs),
+        _common([_count(run.steps) for run in runs]),
+        _duration(seconds.mean) if seconds else NOTHING,
+        _common([_count(run.parameters) for run in runs]),
+        str(setting.config["choices"]["scale"]),
+        _common([str(run.config["device"]).partition(":")[0] for run in runs]),
     ]
 
 
@@ -165,10 +166,8 @@ def _trained(setting: Setting, runs: Sequence[Record]) -> str:
     return f"{' to '.join(map(str, dict.fromkeys((reached[0], reached[-1]))))} of {allowed}"
 
 
-def _reported(outcome: Outcome, setting: Setting) -> str:
-    paper = outcome.plan.paper
-    texts = [row.text for row in paper.rows if row.fits(setting.config)] if paper else []
-    return "; ".join(texts) or NOTHING
+def _reported(paper: Paper, setting: Setting) -> str:
+    return "; ".join(row.text for row in paper.rows if row.fits(setting.config)) or NOTHING
 
 
 def _common(values: Sequence[str]) -> str:

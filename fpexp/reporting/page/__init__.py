@@ -86,7 +86,7 @@ def _section(section: Section) -> list[str]:
     parts.append(_table(section.table, f"table of {plan.name}"))
     if section.runs.rows:
         runs = _table(section.runs, f"runs of {plan.name}")
-        parts.append(f"<details><summary>The {len(section.runs.rows)} runs</summary>{runs}</details>")
+        parts.append(f"<details><summary>Each run by itself ({len(section.runs.rows)})</summary>{runs}</details>")
     if section.unfinished:
         parts += ["<h3>Not finished</h3>", _list(_unfinished(*entry) for entry in section.unfinished)]
     if section.missing:
@@ -95,7 +95,7 @@ def _section(section: Section) -> list[str]:
             f"<p><code>{escape(plan.command)}</code> runs the whole grid; what is missing, one by one:</p>",
         ]
         lines = escape("\n".join(section.missing))
-        parts.append(f"<details><summary>{len(section.missing)} commands</summary><pre>{lines}</pre></details>")
+        parts.append(f"<details><summary>Commands ({len(section.missing)})</summary><pre>{lines}</pre></details>")
     if section.remarks:
         parts += ["<h3>Recorded more than once</h3>", _list(map(escape, section.remarks))]
     return [*parts, "</section>"]
