@@ -42,7 +42,13 @@ def curve_row(length: int, accuracy: float | None, **more: Any) -> dict[str, Any
 def metrics_rows(reached: int = 4) -> list[dict[str, Any]]:
     """What training wrote: six steps in 90 seconds."""
     return [
-        {"kind": "train", "step": step, "length": min(step + 1, reached), "token_accuracy": step / 6, "seconds": 15.0 * step}
+        {
+            "kind": "train",
+            "step": step,
+            "length": min(step + 1, reached),
+            "token_accuracy": step / 6,
+            "seconds": 15.0 * step,
+        }
         for step in range(1, 7)
     ]
 

@@ -230,17 +230,18 @@ def _panel(
     x: Axis,
     points: Callable[[Setting], list[Point]],
 ) -> Panel:
+    y = _y_axis(metric)
     panel_key = outcome.plan.layout.panel or "task"
     labels = _without(outcome, panel_key if title else None)
     order = list(dict.fromkeys(labels.values()))
     lines = [
         Line(labels[setting.label], order.index(labels[setting.label]), tuple(found))
         for setting in members
-        if (found := points(setting))
+        if (found := [point for point in points(setting) if y.scale == "linear" or point.y.mean > 0])
     ]
     trained = sorted({length for s in members if (length := training_length(s.config))}) if x.scale == "log2" else []
     marks = tuple((float(length), "longest in training") for length in trained)
-    return Panel(title, x, _y_axis(metric), tuple(lines), _levels(members, metric), marks)
+    return Panel(title, x, y, tuple(lines), _levels(members, metric), marks)
 
 
 def _without(outcome: Outcome, key: str | None) -> dict[str, str]:

@@ -307,7 +307,7 @@ def test_curves_are_numbers_in_the_page_that_nothing_can_end(report: CommandLine
     assert line["points"][0]["runs"] == [["<!--<script>&'", 1.0]]
     assert panel["levels"] == [[1 / 12, "chance"]]
     assert panel["marks"] == [[4.0, "longest in training"]]
-    assert not re.findall(r"(?:src|href)="(?!#)", html)  # it loads nothing and leads nowhere else
+    assert not re.findall(r'(?:src|href)="(?!#)', html)  # it loads nothing and leads nowhere else
 
 
 def test_text_is_reported_by_its_perplexity(cli: CommandLine) -> None:

@@ -1,0 +1,170 @@
+"""Figures as numbers: their kinds, what is drawn across and upright, and that pictures are the same bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recorded import curve_row
+
+from fpexp.reporting.chart import Chart, Panel, chart_of, lengths_of, longest_above, summarise
+from fpexp.reporting.drawing import draw
+from fpexp.reporting.layout import Layout
+from fpexp.reporting.outcome import Job, Plan, label_of, match
+from fpexp.reporting.record import Record
+
+
+def config(model: str = "lstm", task: str = "a5", seed: int = 0, cap: int = 2) -> dict[str, Any]:
+    return {
+        "choices": {"task": task, "model": model, "scale": "cpu"},
+        "task": {"lengths": {"max": 4}},
+        "schedule": {"max_iterations": cap},
+        "evaluation": {"lengths": [2, 4, 8, 16]},
+        "seed": seed,
+    }
+
+
+def job(seed: int = 0, cap: int = 2, **values: str) -> Job:
+    settings = {**values, "schedule.max_iterations": str(cap)}
+    made = config(values.get("model", "lstm"), values.get("task", "a5"), seed, cap)
+    return Job(seed, settings, "fpexp train", made, frozenset([repr(sorted(settings.items()))]))
+
+
+def run(of: Job, accuracies: Any = (1.0, 0.9, 0.5, 0.2), **more: Any) -> Record:
+    (identity,) = of.identities
+    metrics = tuple(
+        {"kind": "validation", "step": step, "seconds": step * 10.0, "token_accuracy": step / 10, "length": 4, **more}
+        for step in (2, 4)
+    )
+    rows = tuple(curve_row(n, a, iterations_mean=2.0 * n) for n, a in zip((2, 4, 8, 16), accuracies, strict=True))
+    ended = datetime(2026, 1, 1, tzinfo=UTC)
+    return Record(f"{identity}-{of.seed}", "runs", identity, of.config, "finished", "", ended, rows, metrics, {})
+
+
+def chart(layout: Layout, jobs: list[Job], runs: list[Record]) -> Chart:
+    made = chart_of(match(Plan("x", "", "", tuple(jobs), layout), runs))
+    assert made is not None
+    return made
+
+
+def lines(panel: Panel) -> dict[str, list[tuple[float, float]]]:
+    return {line.label: [(point.x, round(point.y.mean, 6)) for point in line.points] for line in panel.lines}
+
+
+def test_mean_spread_and_what_is_no_number() -> None:
+    found = summarise([("a", 1.0), ("b", 3.0), ("c", None)])
+    assert found is not None
+    assert (found.mean, found.spread, found.n) == (2.0, pytest.approx(2**0.5), 2)
+    assert summarise([("a", 1.0)]).spread is None  # type: ignore[union-attr]
+    assert summarise([("a", None)]) is None
+
+
+def test_curves_by_length_with_a_panel_for_each_task_and_metric() -> None:
+    jobs = [job(task=task, model=model) for task in ("a5", "s5") for model in ("lstm", "mamba")]
+    made = chart(Layout(metrics=("token_accuracy", "iterations_mean")), jobs, [run(of) for of in jobs[:3]])
+    assert [(panel.title, panel.y.label) for panel in made.panels] == [
+        ("a5", "accuracy of tokens"),
+        ("a5", "iterations"),
+        ("s5", "accuracy of tokens"),
+        ("s5", "iterations"),
+    ]
+    first, iterations, third, _ = made.panels
+    assert lines(first) == {name: [(2, 1.0), (4, 0.9), (8, 0.5), (16, 0.2)] for name in ("lstm", "mamba")}
+    assert [(line.label, line.index) for line in third.lines] == [("lstm", 0)]
+    assert (first.levels, first.marks) == (((1 / 12, "chance"),), ((4.0, "longest in training"),))
+    assert iterations.levels == ()
+    assert first.x.scale == "log2"
+
+
+def test_a_line_keeps_its_colour_when_others_are_missing() -> None:
+    jobs = [job(model=model) for model in ("lstm", "mamba", "gdn")]
+    (panel,) = chart(Layout(), jobs, [run(jobs[2])]).panels
+    assert [(line.label, line.index) for line in panel.lines] == [("gdn", 2)]
+
+
+def test_over_a_setting_with_a_line_for_each_length() -> None:
+    jobs = [job(cap=cap, seed=seed) for cap in (8, 2) for seed in (0, 1)]
+    runs = [run(of, (1.0, 0.1 * of.config["schedule"]["max_iterations"] + 0.02 * of.seed, 0.5, None)) for of in jobs]
+    layout = Layout(kind="setting", x="schedule.max_iterations", at=(4, 8))
+    (panel,) = chart(layout, jobs, runs).panels
+    assert lines(panel) == {"length 4": [(2, 0.21), (8, 0.81)], "length 8": [(2, 0.5), (8, 0.5)]}
+    assert panel.x.label == "max iterations"
+    assert panel.lines[0].points[0].y.n == 2
+
+
+def test_the_longest_length_above_90_percent_by_training_time() -> None:
+    jobs = [job(cap=cap) for cap in (2, 4)]
+    runs = [run(jobs[0]), run(jobs[1], (1.0, 0.95, 0.91, 0.2))]
+    (panel,) = chart(Layout(kind="setting", x="seconds", metrics=("longest_above_90",)), jobs, runs).panels
+    assert lines(panel) == {
+        "max_iterations=2": [(40.0, 4.0)],
+        "max_iterations=4": [(40.0, 8.0)],
+    }
+    assert longest_above(run(jobs[0], (0.5, 1.0, 1.0, 1.0))) == 0.0
+    assert longest_above(run(jobs[0], (0.95, None, 1.0, 1.0))) == 2.0
+
+
+def test_over_training_and_into_layers() -> None:
+    one = job()
+    layers = [{"iterations_mean": 5.0}, {"iterations_mean": 7.0}]
+    layout = Layout(kind="training", x="step", metrics=("token_accuracy", "layers.1.iterations_mean", "layers.2.x"))
+    made = chart(layout, [one], [run(one, layers=layers)])
+    assert [lines(panel) for panel in made.panels] == [{"lstm": [(2, 0.2), (4, 0.4)]}, {"lstm": [(2, 7.0), (4, 7.0)]}]
+    (by_time,) = chart(Layout(kind="training", x="seconds"), [one], [run(one)]).panels
+    assert lines(by_time) == {"lstm": [(20.0, 0.2), (40.0, 0.4)]}
+
+
+def test_a_table_has_no_figure_and_neither_has_what_is_not_measured() -> None:
+    one = job()
+    assert chart_of(match(Plan("x", "", "", (one,), Layout(kind="table")), [run(one)])) is None
+    assert chart_of(match(Plan("x", "", "", (one,), Layout()), [])) is None
+
+
+def test_lengths_of_the_table() -> None:
+    one = job()
+
+    def lengths(at: tuple[int, ...]) -> list[int]:
+        return lengths_of(match(Plan("x", "", "", (one,), Layout(at=at)), []))
+
+    assert lengths(()) == [4, 8, 16]
+    assert lengths((8, 2, 1000)) == [8, 2]
+    assert lengths((1000,)) == [4, 8, 16]  # at a scale that measures other lengths
+
+
+def test_names_of_settings() -> None:
+    layout = Layout(labels={"lstm": "LSTM", "model.layers": "depth"})
+    assert label_of({"model": "lstm", "model.layers": "2"}, layout) == "LSTM, depth=2"
+    switches = {"model.dependence.Q": "False", "model.dependence.b": "true"}
+    assert label_of(switches, layout) == "b"
+    assert label_of(dict.fromkeys(switches, "false"), layout) == "none"
+
+
+def test_settings_of_one_name_are_told_apart() -> None:
+    jobs = [Job(0, {}, "", config(), frozenset([name])) for name in "ab"]
+    assert [s.label for s in match(Plan("x", "", "", tuple(jobs), Layout()), []).settings] == ["lstm", "lstm (2)"]
+
+
+def test_the_same_chart_gives_the_same_bytes(tmp_path: Path) -> None:
+    jobs = [job(seed=seed, model=model, task=task) for seed in (0, 1) for model in "a$b" for task in ("a5", "s5", "a4")]
+    runs = [run(of, (1.0, 0.9 - 0.1 * of.seed, 0.5, 0.2)) for of in jobs]
+    made = chart(Layout(), jobs, runs)
+    first, second = ([path.read_bytes() for path in draw(made, tmp_path / name)] for name in ("a", "b"))
+    assert first == second
+    assert first[0].startswith(b"\x89PNG\r\n\x1a\n")
+    assert b"Software" not in first[0]
+    assert b"<svg" in first[1]
+    assert b"dc:date" not in first[1]
+    other = chart(Layout(), jobs, runs[1:])
+    draw(other, tmp_path / "c")
+    assert (tmp_path / "c.png").read_bytes() != first[0]
+
+
+def test_a_logarithmic_axis_has_no_place_for_zero(tmp_path: Path) -> None:
+    one = job()
+    rows = tuple({**curve_row(n, 0.0), "perplexity": float(n - 2)} for n in (2, 4))
+    made = chart(Layout(metrics=("perplexity",)), [one], [dataclasses.replace(run(one), curve=rows)])
+    assert lines(made.panels[0]) == {"lstm": [(4, 2.0)]}
+    draw(made, tmp_path / "a")
