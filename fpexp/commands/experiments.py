@@ -19,6 +19,10 @@ from fpexp.run_folder import RunFolder
 def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
     """Compose an experiment's jobs, with further words as for train. A `UserError` where that cannot be done."""
     layout = read_layout(conf_dir() / "experiment" / f"{name}.yaml")
+    description = choices("experiment")[name].removesuffix(" (-m)")
+    paper = read_paper(results_dir, name)
+    if layout.benchmarks:
+        return Plan(name, description, f"fpexp bench {' '.join(layout.benchmarks)}", (), layout, paper)
     common = [f"experiment={name}", *words]
     where = [f"results_dir={results_dir}"] if results_dir != Path("results") else []
     jobs = []
@@ -36,8 +40,7 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
             )
         )
     command = _command(["train", "-m", *common, *where]) if len(jobs) > 1 else jobs[0].command
-    description = choices("experiment")[name].removesuffix(" (-m)")
-    return Plan(name, description, command, tuple(jobs), layout, read_paper(results_dir, name))
+    return Plan(name, description, command, tuple(jobs), layout, paper)
 
 
 def identities(config: RunConfig) -> frozenset[str]:

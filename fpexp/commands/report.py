@@ -10,10 +10,11 @@ from fpexp.commands.arguments import take
 from fpexp.commands.experiments import identify, plan
 from fpexp.config.catalogue import check_choice, choices
 from fpexp.errors import UserError
+from fpexp.reporting.benchmark import read_benchmarks
 from fpexp.reporting.outcome import Plan
-from fpexp.reporting.paper import Paper, papers_beside
+from fpexp.reporting.paper import papers_beside
 from fpexp.reporting.record import read_records
-from fpexp.reporting.report import Report, make_report, make_whole_report
+from fpexp.reporting.report import Found, Report, make_report
 from fpexp.reporting.writing import check_place, write_report
 from fpexp.tracking.console import note, print_table, warn
 
@@ -33,13 +34,10 @@ def run(arguments: list[str]) -> int:
             raise UserError(f"'{word}' is not understood; write experiment=<name>, out=<folder> or <key>=<value>")
     check_place(folder)
     plans, problems = _plans(names, words, results_dir)
-    records = read_records(results_dir, identify)
-    if names:
-        report = make_report(plans, records, problems)
-    else:
-        report = make_whole_report(plans, records, *_papers(results_dir, problems))
+    found = _find(results_dir, problems)
+    report = make_report(plans, found, whole=not names)
     write_report(report, folder)
-    _say(report, folder, bool(records), results_dir)
+    _say(report, folder, bool(found.records), results_dir)
     return 0
 
 
@@ -59,11 +57,15 @@ def _plans(names: Sequence[str], words: Sequence[str], results_dir: Path) -> tup
     return sorted(plans, key=lambda made: (made.layout.paper is None, _natural(made.name))), problems
 
 
-def _papers(results_dir: Path, problems: list[str]) -> tuple[list[str], dict[str, Paper]]:
+def _find(results_dir: Path, problems: Sequence[str]) -> Found:
+    benchmarks, unread = read_benchmarks(results_dir)
+    problems = [*problems, *unread]
+    papers = {}
     try:
-        return problems, papers_beside(results_dir, choices("experiment"))
+        papers = papers_beside(results_dir, choices("experiment"))
     except UserError as error:
-        return [*problems, str(error)], {}
+        problems.append(str(error))
+    return Found(read_records(results_dir, identify), benchmarks, papers, problems)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -72,10 +74,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def _say(report: Report, folder: Path, recorded: bool, results_dir: Path) -> None:
-    rows = [
-        [section.plan.name, f"{section.outcome.done} of {section.outcome.asked}", section.plan.title]
-        for section in report.sections
-    ]
+    rows = [[section.plan.name, section.done, section.plan.title] for section in report.sections]
     if rows:
         print_table("experiments", ["experiment", "finished", "what"], rows)
     if not recorded:

@@ -102,8 +102,8 @@ def match(plan: Plan, records: Sequence[Record]) -> Outcome:
     groups: dict[frozenset[str], list[Job]] = {}
     for job in plan.jobs:
         groups.setdefault(job.identities, []).append(job)
-    varying = _varying(plan.jobs)
-    settings = [_setting(jobs, varying, plan.layout, records) for jobs in groups.values()]
+    names = plan.layout.names or _varying(plan.jobs)
+    settings = [_setting(jobs, names, plan.layout, records) for jobs in groups.values()]
     return Outcome(plan, tuple(_distinct(settings)))
 
 
@@ -114,7 +114,7 @@ def _varying(jobs: Iterable[Job]) -> list[str]:
     return [key for key in keys if len({job.settings.get(key) for job in jobs}) > 1]
 
 
-def _setting(jobs: Sequence[Job], varying: Sequence[str], layout: Layout, records: Sequence[Record]) -> Setting:
+def _setting(jobs: Sequence[Job], names: Sequence[str], layout: Layout, records: Sequence[Record]) -> Setting:
     (first, *_) = jobs
     by_seed: dict[int, list[Record]] = {}
     for record in records:
@@ -130,7 +130,7 @@ def _setting(jobs: Sequence[Job], varying: Sequence[str], layout: Layout, record
                 repeated.append((best, tuple(others)))
         else:
             unfinished.append(_unfinished(best, jobs_of_seed.get(seed)))
-    values = {key: first.settings[key] for key in varying if key in first.settings}
+    values = {key: first.settings[key] for key in names if key in first.settings}
     return Setting(
         label=label_of(values, layout) or layout.labels.get(_model(first.config), _model(first.config)),
         values=values,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -17,6 +17,9 @@ from fpexp.run_folder import RunFolder, read_rows
 
 PLACES = ("runs", "reference/runs")
 """Where runs stand under a results folder: one's own, and those that are committed."""
+
+EVALUATIONS = ("iterations", "agreement")
+"""What a run may have been measured for besides its curve, by `fpexp evaluate`."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Record:
     curve: tuple[Mapping[str, Any], ...]  # ascending in length
     metrics: tuple[Mapping[str, Any], ...]
     environment: Mapping[str, Any]  # of its last sitting
+    evaluations: Mapping[str, Sequence[Mapping[str, Any]]]  # kind, of EVALUATIONS, -> newest rows
     problems: tuple[str, ...] = ()
 
     @property
@@ -135,6 +139,7 @@ def _read(run: RunFolder, place: str, identify: Callable[[RunFolder], str]) -> R
         curve=tuple(sorted(whole, key=lambda row: row["length"])),
         metrics=tuple(_rows(run.metrics, problems)),
         environment=environment,
+        evaluations={kind: _evaluation(run, kind, problems) for kind in EVALUATIONS},
         problems=tuple(problems),
     )
 
@@ -153,6 +158,12 @@ def _rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     if len(whole) < len(rows):
         problems.append(f"its {path.name} has lines that are no rows, left out")
     return whole
+
+
+def _evaluation(run: RunFolder, kind: str, problems: list[str]) -> list[dict[str, Any]]:
+    """Read the rows of the newest evaluation of a kind; its file has this name only when it is whole."""
+    files = sorted((run.path / "evaluations").glob(f"*/{kind}.jsonl"))
+    return _rows(files[-1], problems) if files else []
 
 
 def _environment(run: RunFolder, problems: list[str]) -> dict[str, Any]:

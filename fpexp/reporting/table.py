@@ -7,7 +7,9 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fpexp.reporting.chart import (
+from fpexp.reporting.chart import Chart
+from fpexp.reporting.layout import LONGEST_ABOVE, METRICS
+from fpexp.reporting.measured import (
     Summary,
     at_length,
     lengths_of,
@@ -16,7 +18,6 @@ from fpexp.reporting.chart import (
     summarise,
     training_length,
 )
-from fpexp.reporting.layout import LONGEST_ABOVE, METRICS
 from fpexp.reporting.outcome import Outcome, Setting
 from fpexp.reporting.paper import Paper
 from fpexp.reporting.record import Record
@@ -96,6 +97,19 @@ def numbers_csv(outcome: Outcome) -> str:
         lines.append([row_of_paper.label, "reported", measure, "", value_text, spread, "", low, high])
         lines[-1] += [row_of_paper.says or "", ""]
     return to_csv(header, lines)
+
+
+def points_csv(chart: Chart) -> str:
+    """Return what a figure draws: a row for each point."""
+    header = ["panel", "y", "line", chart.panels[0].x.label, "mean", "std", "n", "runs"]
+    rows = []
+    for panel in chart.panels:
+        for line in panel.lines:
+            for x, y in ((point.x, point.y) for point in line.points):
+                spread = "" if y.spread is None else repr(y.spread)
+                numbers = [f"{x:g}", repr(y.mean), spread, str(y.n)]
+                rows.append([panel.title, panel.y.label, line.label, *numbers, " ".join(name for name, _ in y.runs)])
+    return to_csv(header, rows)
 
 
 def to_csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

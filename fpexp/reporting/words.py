@@ -20,14 +20,12 @@ CAPTION = (
     "length in training dotted."
 )
 
+BENCHMARKS = "Benchmarks"
 PAPERS = "Reported by the paper, no experiment here"
 OTHERS = "Runs of no experiment above"
 
 
 def summary_of(report: Report) -> Table:
     """Return one row for each experiment: how many of its runs are there."""
-    rows = [
-        (section.plan.name, section.plan.title, f"{section.outcome.done} of {section.outcome.asked}")
-        for section in report.sections
-    ]
+    rows = [(section.plan.name, section.plan.title, section.done) for section in report.sections]
     return Table(("experiment", "what", "finished"), tuple(rows))

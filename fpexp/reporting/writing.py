@@ -11,7 +11,7 @@ from fpexp.reporting.drawing import draw
 from fpexp.reporting.markdown import markdown
 from fpexp.reporting.page import page
 from fpexp.reporting.report import Report
-from fpexp.reporting.table import numbers_csv, to_csv
+from fpexp.reporting.table import numbers_csv, points_csv, to_csv
 
 PATTERNS = ("report.md", "report.html", "csv/*.csv", "figures/*.png", "figures/*.svg")
 """All that a report consists of."""
@@ -66,5 +66,6 @@ def _fill(folder: Path, report: Report) -> None:
         (folder / "csv" / f"{name}.csv").write_text(numbers_csv(section.outcome), encoding="utf-8")
         runs = to_csv(section.runs.columns, section.runs.rows)
         (folder / "csv" / f"{name}_runs.csv").write_text(runs, encoding="utf-8")
-        if section.chart:
-            draw(section.chart, folder / "figures" / name)
+        for chart in section.charts:
+            draw(chart, folder / "figures" / chart.name)
+            (folder / "csv" / f"{chart.name}_figure.csv").write_text(points_csv(chart), encoding="utf-8")

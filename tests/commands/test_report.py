@@ -291,7 +291,7 @@ def test_mistakes_are_one_line(cli: CommandLine) -> None:
     cli("report", "experiment=").refused("unknown experiment ''")
     cli("report", "experiment=demo_a4", "training.lrr=1").refused("training.lrr", "training.lr")
     cli("report", "demo_a4").refused("'demo_a4' is not understood")
-    cli("train", "experiment=demo_a5", "report.kind=table").refused("'report.kind' is for the files in conf/experiment")
+    cli("train", "experiment=demo_a5", "report.title=a").refused("'report.title' is for the files in conf/experiment")
     assert not RESULTS.exists()
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from recorded import curve_row
 
-from fpexp.reporting.chart import Chart, Panel, chart_of, lengths_of, longest_above, summarise
+from fpexp.reporting.chart import Chart, Panel, charts_of
 from fpexp.reporting.drawing import draw
-from fpexp.reporting.layout import Layout
+from fpexp.reporting.layout import Figure, Layout
+from fpexp.reporting.measured import lengths_of, longest_above, summarise
 from fpexp.reporting.outcome import Job, Plan, label_of, match
 from fpexp.reporting.record import Record
 
@@ -40,13 +41,17 @@ def run(of: Job, accuracies: Any = (1.0, 0.9, 0.5, 0.2), **more: Any) -> Record:
         for step in (2, 4)
     )
     rows = tuple(curve_row(n, a, iterations_mean=2.0 * n) for n, a in zip((2, 4, 8, 16), accuracies, strict=True))
+    none: dict[str, Any] = {"iterations": (), "agreement": ()}
     ended = datetime(2026, 1, 1, tzinfo=UTC)
-    return Record(f"{identity}-{of.seed}", "runs", identity, of.config, "finished", "", ended, rows, metrics, {})
+    return Record(f"{identity}-{of.seed}", "runs", identity, of.config, "finished", "", ended, rows, metrics, {}, none)
+
+
+def charts(layout: Layout, jobs: list[Job], runs: list[Record]) -> tuple[Chart, ...]:
+    return charts_of(match(Plan("x", "", "", tuple(jobs), layout), runs))
 
 
 def chart(layout: Layout, jobs: list[Job], runs: list[Record]) -> Chart:
-    made = chart_of(match(Plan("x", "", "", tuple(jobs), layout), runs))
-    assert made is not None
+    (made,) = charts(layout, jobs, runs)
     return made
 
 
@@ -64,7 +69,7 @@ def test_mean_spread_and_what_is_no_number() -> None:
 
 def test_curves_by_length_with_a_panel_for_each_task_and_metric() -> None:
     jobs = [job(task=task, model=model) for task in ("a5", "s5") for model in ("lstm", "mamba")]
-    made = chart(Layout(metrics=("token_accuracy", "iterations_mean")), jobs, [run(of) for of in jobs[:3]])
+    made = chart(Layout(metrics=["token_accuracy", "iterations_mean"]), jobs, [run(of) for of in jobs[:3]])
     assert [(panel.title, panel.y.label) for panel in made.panels] == [
         ("a5", "accuracy of tokens"),
         ("a5", "iterations"),
@@ -88,7 +93,7 @@ def test_a_line_keeps_its_colour_when_others_are_missing() -> None:
 def test_over_a_setting_with_a_line_for_each_length() -> None:
     jobs = [job(cap=cap, seed=seed) for cap in (8, 2) for seed in (0, 1)]
     runs = [run(of, (1.0, 0.1 * of.config["schedule"]["max_iterations"] + 0.02 * of.seed, 0.5, None)) for of in jobs]
-    layout = Layout(kind="setting", x="schedule.max_iterations", at=(4, 8))
+    layout = Layout(figures=[Figure("setting", x=["schedule.max_iterations"])], at=[4, 8])
     (panel,) = chart(layout, jobs, runs).panels
     assert lines(panel) == {"length 4": [(2, 0.21), (8, 0.81)], "length 8": [(2, 0.5), (8, 0.5)]}
     assert panel.x.label == "max iterations"
@@ -98,11 +103,12 @@ def test_over_a_setting_with_a_line_for_each_length() -> None:
 def test_the_longest_length_above_90_percent_by_training_time() -> None:
     jobs = [job(cap=cap) for cap in (2, 4)]
     runs = [run(jobs[0]), run(jobs[1], (1.0, 0.95, 0.91, 0.2))]
-    (panel,) = chart(Layout(kind="setting", x="seconds", metrics=("longest_above_90",)), jobs, runs).panels
-    assert lines(panel) == {
-        "max_iterations=2": [(40.0, 4.0)],
-        "max_iterations=4": [(40.0, 8.0)],
-    }
+    figure = Figure("setting", ["longest_above_90"], x=["seconds"])
+    (panel,) = chart(Layout(figures=[figure]), jobs, runs).panels
+    assert lines(panel) == {"max_iterations=2": [(40.0, 4.0)], "max_iterations=4": [(40.0, 8.0)]}
+    joined = dataclasses.replace(figure, over=["schedule.max_iterations"])
+    (panel,) = chart(Layout(figures=[joined]), jobs, runs).panels
+    assert lines(panel) == {"longest length above 90 %": [(40.0, 4.0), (40.0, 8.0)]}
     assert longest_above(run(jobs[0], (0.5, 1.0, 1.0, 1.0))) == 0.0
     assert longest_above(run(jobs[0], (0.95, None, 1.0, 1.0))) == 2.0
 
@@ -110,28 +116,60 @@ def test_the_longest_length_above_90_percent_by_training_time() -> None:
 def test_over_training_and_into_layers() -> None:
     one = job()
     layers = [{"iterations_mean": 5.0}, {"iterations_mean": 7.0}]
-    layout = Layout(kind="training", x="step", metrics=("token_accuracy", "layers.1.iterations_mean", "layers.2.x"))
-    made = chart(layout, [one], [run(one, layers=layers)])
+    metrics = ["token_accuracy", "layers.1.iterations_mean", "layers.2.x"]
+    made = chart(Layout(figures=[Figure("training", metrics, x=["step"])]), [one], [run(one, layers=layers)])
     assert [lines(panel) for panel in made.panels] == [{"lstm": [(2, 0.2), (4, 0.4)]}, {"lstm": [(2, 7.0), (4, 7.0)]}]
-    (by_time,) = chart(Layout(kind="training", x="seconds"), [one], [run(one)]).panels
+    (by_time,) = chart(Layout(figures=[Figure("training", x=["seconds"])]), [one], [run(one)]).panels
     assert lines(by_time) == {"lstm": [(20.0, 0.2), (40.0, 0.4)]}
+
+
+def test_a_number_of_the_config_that_settings_have_under_several_keys() -> None:
+    def made(key: str, value: int) -> Job:
+        name = "model.layers" if key == "layers" else "model.channel_mixer.rank"
+        settings = {"model": "mamba" if key == "layers" else "fp", name: str(value)}
+        model = {"layers": value} if key == "layers" else {"layers": 1, "channel_mixer": {"rank": value}}
+        full = {**config(settings["model"]), "model": model}
+        return Job(0, settings, "", full, frozenset([repr(settings)]))
+
+    jobs = [made("layers", 2), made("layers", 4), made("rank", 1)]
+    figure = Figure("setting", x=["model.channel_mixer.rank", "model.layers"])
+    (panel,) = chart(Layout(figures=[figure], at=[4]), jobs, [run(of) for of in jobs]).panels
+    assert lines(panel) == {"mamba, length 4": [(2, 0.9), (4, 0.9)], "fp, length 4": [(1, 0.9)]}
+    assert panel.x.label == "rank or layers"
+
+
+def test_what_a_run_was_evaluated_for_besides_its_curve() -> None:
+    one = job()
+    capped = [{"max_iterations": cap, "length": n, "token_accuracy": cap / 10} for cap in (2, 4) for n in (4, 8, 2)]
+    apart = [{"length": n, "distance_mean": n / 100} for n in (2, 4)]
+    evaluated = {"iterations": capped, "agreement": apart}
+    tolerant = {**one.config, "solver": {"tolerance": 0.1}}
+    measured = dataclasses.replace(run(one), evaluations=evaluated, config=tolerant)
+    figures = [Figure("iterations"), Figure("agreement", ["distance_mean"]), Figure("curve")]
+    caps, distances, curve = charts(Layout(figures=figures, at=[4, 8]), [one], [measured])
+    expected = {"lstm, length 4": [(2, 0.2), (4, 0.4)], "lstm, length 8": [(2, 0.2), (4, 0.4)]}
+    assert lines(caps.panels[0]) == expected
+    assert lines(distances.panels[0]) == {"lstm": [(2, 0.02), (4, 0.04)]}
+    assert distances.panels[0].levels == ((0.1, "tolerance"),)
+    assert [made.name for made in (caps, distances, curve)] == ["x", "x_2", "x_3"]
+    assert charts(Layout(figures=figures[:2]), [one], [dataclasses.replace(run(one))]) == ()
 
 
 def test_a_table_has_no_figure_and_neither_has_what_is_not_measured() -> None:
     one = job()
-    assert chart_of(match(Plan("x", "", "", (one,), Layout(kind="table")), [run(one)])) is None
-    assert chart_of(match(Plan("x", "", "", (one,), Layout()), [])) is None
+    assert charts(Layout(figures=[]), [one], [run(one)]) == ()
+    assert charts(Layout(), [one], []) == ()
 
 
 def test_lengths_of_the_table() -> None:
     one = job()
 
-    def lengths(at: tuple[int, ...]) -> list[int]:
-        return lengths_of(match(Plan("x", "", "", (one,), Layout(at=at)), []))
+    def lengths(*at: int) -> list[int]:
+        return lengths_of(match(Plan("x", "", "", (one,), Layout(at=list(at))), []))
 
-    assert lengths(()) == [4, 8, 16]
-    assert lengths((8, 2, 1000)) == [8, 2]
-    assert lengths((1000,)) == [4, 8, 16]  # at a scale that measures other lengths
+    assert lengths() == [4, 8, 16]
+    assert lengths(8, 2, 1000) == [8, 2]
+    assert lengths(1000) == [4, 8, 16]  # at a scale that measures other lengths
 
 
 def test_names_of_settings() -> None:
@@ -140,6 +178,12 @@ def test_names_of_settings() -> None:
     switches = {"model.dependence.Q": "False", "model.dependence.b": "true"}
     assert label_of(switches, layout) == "b"
     assert label_of(dict.fromkeys(switches, "false"), layout) == "none"
+
+
+def test_settings_are_named_by_the_keys_of_the_layout() -> None:
+    jobs = [job(cap=cap, model=model) for cap, model in ((2, "lstm"), (4, "mamba"))]
+    outcome = match(Plan("x", "", "", tuple(jobs), Layout(names=["model"])), [])
+    assert [setting.label for setting in outcome.settings] == ["lstm", "mamba"]
 
 
 def test_settings_of_one_name_are_told_apart() -> None:
@@ -165,6 +209,6 @@ def test_the_same_chart_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_a_logarithmic_axis_has_no_place_for_zero(tmp_path: Path) -> None:
     one = job()
     rows = tuple({**curve_row(n, 0.0), "perplexity": float(n - 2)} for n in (2, 4))
-    made = chart(Layout(metrics=("perplexity",)), [one], [dataclasses.replace(run(one), curve=rows)])
+    made = chart(Layout(metrics=["perplexity"]), [one], [dataclasses.replace(run(one), curve=rows)])
     assert lines(made.panels[0]) == {"lstm": [(4, 2.0)]}
     draw(made, tmp_path / "a")

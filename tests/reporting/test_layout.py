@@ -8,7 +8,7 @@ import pytest
 
 from fpexp.config.catalogue import choices, conf_dir
 from fpexp.errors import UserError
-from fpexp.reporting.layout import Layout, read_layout
+from fpexp.reporting.layout import Figure, Layout, read_layout
 from fpexp.reporting.paper import Reported, look_up, read_paper
 
 PAPER = Path(__file__).parents[2] / "results/paper"
@@ -22,25 +22,34 @@ def layout(tmp_path: Path, block: str) -> Layout:
 
 def test_an_experiment_without_a_block_is_reported_by_its_curves(tmp_path: Path) -> None:
     assert layout(tmp_path, "training: {steps: 3}") == Layout()
-    assert Layout().kind == "curve"
+    assert [figure.kind for figure in Layout().figures] == ["curve"]
 
 
 def test_a_block_is_read(tmp_path: Path) -> None:
-    found = layout(
-        tmp_path, "report: {kind: setting, x: model.layers, metrics: iterations_mean, at: [4], labels: {a: b}}"
+    figures = "figures: [{kind: setting, x: model.layers, metrics: loss}, {kind: training, x: [step]}]"
+    found = layout(tmp_path, f"report: {{metrics: iterations_mean, at: [4], labels: {{a: b}}, {figures}}}")
+    assert found == Layout(
+        metrics=["iterations_mean"],
+        at=[4],
+        labels={"a": "b"},
+        figures=[
+            Figure(kind="setting", x=["model.layers"], metrics=["loss"]),
+            Figure(kind="training", x=["step"]),
+        ],
     )
-    assert found == Layout(kind="setting", x="model.layers", metrics=("iterations_mean",), at=(4,), labels={"a": "b"})
+    assert layout(tmp_path, "report: {figures: []}").figures == []
 
 
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        ("report: {kidn: table}", r"unknown key 'report.kidn'; did you mean 'report.kind'"),
-        ("report: {kind: tabel}", r"unknown report.kind 'tabel'; did you mean 'table'"),
-        ("report: {metrics: [token_acuracy]}", "unknown 'token_acuracy'; did you mean 'token_accuracy'"),
-        ("report: {kind: setting}", "report.kind=setting needs report.x"),
+        ("report: {titel: a}", r"unknown key 'report.titel'; did you mean 'report.title'"),
+        ("report: {figures: [{kind: curv}]}", r"unknown report.figures\[0\].kind 'curv'; did you mean 'curve'"),
+        ("report: {figures: [{metrics: [token_acuracy]}]}", "unknown metric 'token_acuracy'"),
+        ("report: {metrics: [token_acuracy]}", "unknown metric 'token_acuracy'; did you mean 'token_accuracy'"),
+        ("report: {figures: [{kind: setting}]}", "a figure of kind setting needs x"),
         ("report: {at: [0]}", r"report.at\[0\]=0 is out of range"),
-        ("report: {labels: 3}", "report.labels is a mapping"),
+        ("report: {labels: 3}", "labels is a mapping"),
         ("report: [1]", "report is a mapping"),
         ("report: {a: [1", "not YAML"),
     ],

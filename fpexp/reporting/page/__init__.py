@@ -11,10 +11,11 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
+from fpexp.reporting.benchmark import Benchmark
 from fpexp.reporting.chart import Axis, Chart, Line
 from fpexp.reporting.report import Report, Section
 from fpexp.reporting.table import REPORTED, Table
-from fpexp.reporting.words import CAPTION, OTHERS, PAPERS, READING, TITLE, summary_of
+from fpexp.reporting.words import BENCHMARKS, CAPTION, OTHERS, PAPERS, READING, TITLE, summary_of
 
 
 def page(report: Report) -> str:
@@ -23,6 +24,9 @@ def page(report: Report) -> str:
     if report.problems:
         parts += ["<h3>Not as it should be</h3>", _list(map(escape, report.problems))]
     parts += [part for section in report.sections for part in _section(section)]
+    if report.benchmarks:
+        parts.append(f"<h2>{escape(BENCHMARKS)}</h2>")
+        parts += [part for benchmark in report.benchmarks for part in _benchmark(benchmark)]
     for title, table in ((PAPERS, report.papers), (OTHERS, report.others)):
         if table:
             parts += [f"<h2>{escape(title)}</h2>", _table(table, title)]
@@ -79,11 +83,13 @@ def _section(section: Section) -> list[str]:
     parts.append(f"<p><code>experiment={name}</code>. {escape(plan.description)}</p>")
     if plan.paper and plan.paper.claims:
         parts += ["<h3>As the paper reports it</h3>", _list(map(escape, plan.paper.claims))]
-    if section.chart:
-        parts += ['<figure class="chart">', _data(chart_data(section.chart))]
+    for chart in section.charts:
+        parts += ['<figure class="chart">', _data(chart_data(chart))]
         parts.append("<noscript>The curves are drawn by a script; figures/ has them as pictures.</noscript>")
         parts.append(f"<figcaption>{escape(CAPTION)}</figcaption></figure>")
-    parts.append(_table(section.table, f"table of {plan.name}"))
+    if section.table.rows:
+        parts.append(_table(section.table, f"table of {plan.name}"))
+    parts += [part for benchmark in section.benchmarks for part in _benchmark(benchmark)]
     if section.runs.rows:
         runs = _table(section.runs, f"runs of {plan.name}")
         parts.append(f"<details><summary>Each run by itself ({len(section.runs.rows)})</summary>{runs}</details>")
@@ -92,13 +98,21 @@ def _section(section: Section) -> list[str]:
     if section.missing:
         parts += [
             "<h3>Missing</h3>",
-            f"<p><code>{escape(plan.command)}</code> runs the whole grid; what is missing, one by one:</p>",
+            f"<p><code>{escape(plan.command)}</code> runs all of it. What is missing:</p>",
         ]
         lines = escape("\n".join(section.missing))
         parts.append(f"<details><summary>Commands ({len(section.missing)})</summary><pre>{lines}</pre></details>")
     if section.remarks:
         parts += ["<h3>Recorded more than once</h3>", _list(map(escape, section.remarks))]
     return [*parts, "</section>"]
+
+
+def _benchmark(benchmark: Benchmark) -> list[str]:
+    parts = [f"<h3>{escape(benchmark.name)}</h3>"]
+    parts.append(f'<p class="faint"><code>{escape(benchmark.file)}</code>: {escape(benchmark.machine)}</p>')
+    for group, table in benchmark.tables:
+        parts += [*([f"<p>{escape(group)}</p>"] if group else []), _table(table, f"{benchmark.name} {group}".strip())]
+    return parts
 
 
 def _unfinished(what: str, command: str | None) -> str:
