@@ -275,15 +275,47 @@ def test_several_experiments_and_further_words(cli: CommandLine) -> None:
     assert all(compose(shlex.split(line)[2:]) for line in commands)
 
 
-def test_the_whole_report_has_every_experiment_and_the_runs_of_none(cli: CommandLine) -> None:
+def test_the_whole_report_has_every_experiment_and_what_belongs_to_none(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {name: choices("experiment")[name] for name in ("demo_a4", "reference_a5", "fig11_cap")}
+    monkeypatch.setattr("fpexp.commands.report.choices", lambda group: few)
     record(RESULTS, "stranger", small("task=a4", "model=mamba"))
+    write_benchmark(RESULTS / "bench/old.json", "2026-11-30T04:00:00+0000", 0.001)
+    write_benchmark(RESULTS / "reference/bench/new.json", "2026-11-30T05:00:00+0000", 0.002)
+    (RESULTS / "bench/broken.json").write_text("[]")
+    (RESULTS / "paper").mkdir()
+    (RESULTS / "paper/table9.yaml").write_text("source: Table 9\nrows: [{label: xLSTM, value: 0.5}]")
     answer = cli("report")
     assert answer.code == 0, answer.err
-    named = set(re.findall(r"`experiment=(\w+)`", text()))
-    assert named == {name for name in choices("experiment") if not name.startswith("demo_")}
+    assert re.findall(r"^`experiment=(\w+)`", text(), re.M) == ["fig11_cap", "reference_a5"]
     assert "| runs/stranger | a4 | mamba | cpu | 0 | finished |" in text()
-    for name in named:
-        assert f'id="{name}"' in (RESULTS / "report/report.html").read_text()
+    assert "| table9 | Table 9 | xLSTM |   | 0.5 |" in text()
+    assert "speed, from `reference/bench/new.json`: cpu, 2 threads, 4 CPUs; fpexp bench speed" in text()
+    assert "| length 16 | 2 ms | 1 ms to 3 ms | 1.5 | - | 5.188 |" in text()
+    assert "bench/old.json" not in text()
+    assert "warning: bench/broken.json: no benchmark that can be read" in answer.err
+    html = (RESULTS / "report/report.html").read_text()
+    assert all(part in html for part in ('id="fig11_cap"', "runs/stranger", "xLSTM", "length 16"))
+
+
+def write_benchmark(path: Path, time: str, seconds: float) -> None:
+    path.parent.mkdir(parents=True)
+    environment = {"device": "cpu", "cpus": 4, "threads": 2, "command": "fpexp bench speed"}
+    row = {"group": "", "contender": "length 16", "missing": None, "median_s": seconds, "ratio": 1.5, "baseline": None}
+    row |= {"quartiles_s": [0.001, 0.003], "numbers": {"iterations_mean": 5.1875}}
+    path.write_text(json.dumps({"benchmark": "speed", "time": time, "environment": environment, "contenders": [row]}))
+
+
+def test_an_experiment_that_cannot_be_composed_leaves_the_others(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = dict.fromkeys(("reference_a5", "gone"), "")
+    monkeypatch.setattr("fpexp.commands.report.choices", lambda group: few)
+    answer = cli("report")
+    assert answer.code == 0, answer.err
+    assert "warning: experiment=gone: " in answer.err
+    assert "reference_a5" in answer.out
 
 
 def test_mistakes_are_one_line(cli: CommandLine) -> None:
