@@ -11,7 +11,8 @@ from fpexp.errors import EndedElsewhere, FpexpError, Interrupted, UserError
 
 COMMANDS = {
     "train": "train a run, resume one, or sweep with -m",
-    "evaluate": "measure a recorded run at other lengths",
+    "sweep": "which jobs of a sweep are done, and what makes the others",
+    "evaluate": "measure a recorded run once more: other lengths, another solver, caps on its iterations",
     "generate": "what a recorded run makes of a prompt, token by token",
     "runs": "list recorded runs",
     "report": "tables, figures and a page of recorded runs, beside what the paper reports",
@@ -79,10 +80,11 @@ def _dispatch(arguments: list[str]) -> int:
         from fpexp.config.schema import did_you_mean
 
         raise UserError(f"unknown command '{command}'{did_you_mean(command, COMMANDS)} ({', '.join(COMMANDS)})")
-    if any(word in ("-h", "--help") for word in rest):
+    words = [word for word in rest if word not in ("-h", "--help")]
+    if len(words) < len(rest):
         from fpexp.commands import usage
 
-        print(usage.describe(command))
+        print(usage.describe(command, words))
         return 0
     module = "list_" if command == "list" else command
     code: int = importlib.import_module(f"fpexp.commands.{module}").run(rest)

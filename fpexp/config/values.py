@@ -18,10 +18,19 @@ def parse_value(text: str, what: str) -> Any:
         raise UserError(f"{what}: {' '.join(str(error).split())}") from error
 
 
+def as_text(value: Any) -> str:
+    """Return a plain value as it is written on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(as_text, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
 def _loader() -> Any:
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml is ten times faster
         """YAML 1.1 asks for a point and a sign in 1.0e-3; YAML 1.2 and people do not."""
 
     Loader.add_implicit_resolver(

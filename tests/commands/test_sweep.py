@@ -251,12 +251,12 @@ def test_a_sweep_goes_on_with_an_interrupted_run(cli: CommandLine) -> None:
 def test_a_signal_in_a_job_stops_the_sweep(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
 ) -> None:
-    monkeypatch.setattr("fpexp.commands.sweep.trackers", lambda config: Recorder(at_step=stop_at(2, signum)))
+    monkeypatch.setattr("fpexp.commands.multirun.trackers", lambda config: Recorder(at_step=stop_at(2, signum)))
     answer = cli("train", "-m", "task=a4", "model=lstm", "seed=0,1", *TINY)
     assert answer.code == 128 + signum
     assert "0 of 2 jobs are done" in answer.out
     (sweep,) = sweeps()
-    assert {number: job["state"] for number, job in jobs(sweep).items()} == {0: "interrupted"}
+    assert {number: job["state"] for number, job in jobs(sweep).items()} == {0: "interrupted", 1: "not started"}
     assert [run.status()["state"] for run in cli.runs()] == ["interrupted"]
 
 
@@ -288,7 +288,9 @@ def test_ctrl_c_stops_the_sweep_and_the_same_command_goes_on(
     assert "Traceback" not in answer.out + answer.err
     assert "1 of 3 jobs are done" in answer.out
     (sweep,) = sweeps()
-    assert {number: job["state"] for number, job in jobs(sweep).items()} == {0: "finished", 1: "interrupted"}
+    assert {number: job["state"] for number, job in jobs(sweep).items()} == {
+        0: "finished", 1: "interrupted", 2: "not started"
+    }  # fmt: skip
     finished, waiting = cli.runs()
     assert (finished.status()["state"], waiting.status()["state"]) == ("finished", "interrupted")
 
