@@ -162,14 +162,17 @@ def test_a_table_has_no_figure_and_neither_has_what_is_not_measured() -> None:
 
 
 def test_lengths_of_the_table() -> None:
-    one = job()
+    one, other = job(), job(task="copy")
+    other.config["task"]["lengths"]["max"] = 3  # type: ignore[index]
+    other.config["evaluation"]["lengths"] = [3, 5, 7, 20]  # type: ignore[index]
 
     def lengths(*at: int) -> list[int]:
-        return lengths_of(match(Plan("x", "", "", (one,), Layout(at=list(at))), []))
+        layout = Layout(at=list(at))
+        return lengths_of(layout, match(Plan("x", "", "", (one, other), layout), []).settings)
 
-    assert lengths() == [4, 8, 16]
+    assert lengths() == [3, 4, 7, 8, 16, 20]
     assert lengths(8, 2, 1000) == [8, 2]
-    assert lengths(1000) == [4, 8, 16]  # at a scale that measures other lengths
+    assert lengths(1000) == [3, 4, 7, 8, 16, 20]  # at a scale that measures other lengths
 
 
 def test_names_of_settings() -> None:
