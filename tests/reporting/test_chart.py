@@ -16,6 +16,7 @@ from fpexp.reporting.layout import Figure, Layout
 from fpexp.reporting.measured import lengths_of, longest_above, summarise
 from fpexp.reporting.outcome import Job, Plan, label_of, match
 from fpexp.reporting.record import Record
+from fpexp.reporting.report import Found, make_report
 
 
 def config(model: str = "lstm", task: str = "a5", seed: int = 0, cap: int = 2) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def config(model: str = "lstm", task: str = "a5", seed: int = 0, cap: int = 2) -
         "schedule": {"max_iterations": cap},
         "evaluation": {"lengths": [2, 4, 8, 16]},
         "seed": seed,
+        "device": "cpu",
     }
 
 
@@ -215,3 +217,16 @@ def test_a_logarithmic_axis_has_no_place_for_zero(tmp_path: Path) -> None:
     made = chart(Layout(metrics=["perplexity"]), [one], [dataclasses.replace(run(one), curve=rows)])
     assert lines(made.panels[0]) == {"lstm": [(4, 2.0)]}
     draw(made, tmp_path / "a")
+
+
+def test_a_run_without_the_evaluation_that_a_figure_needs_is_said() -> None:
+    one, other = job(model="fp"), job(model="lstm")
+    unsolved = dataclasses.replace(run(other), curve=(curve_row(4, 0.5, iterations_mean=None),))
+    layout = Layout(figures=[Figure("curve"), Figure("agreement", ["distance_mean"])])
+    plan = Plan("x", "", "fpexp train -m experiment=x", (one, other), layout)
+    (section,) = make_report([plan], Found([run(one), unsolved], {}, {}, []), whole=False).sections
+    assert [command for _, command in section.unfinished] == ["fpexp train -m experiment=x"]
+    assert section.unfinished[0][0].endswith("no evaluation of agreement")
+    measured = dataclasses.replace(run(one), evaluations={"agreement": [{"length": 4, "distance_mean": 0.1}]})
+    (section,) = make_report([plan], Found([measured, unsolved], {}, {}, []), whole=False).sections
+    assert section.unfinished == ()
