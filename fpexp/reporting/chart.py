@@ -23,8 +23,13 @@ from fpexp.reporting.record import Record, number
 LOGARITHMIC = ("perplexity", "byte_perplexity", "loss")
 """What is drawn on a logarithmic axis, besides distances."""
 
-OF_RUNS = ("seconds", "steps", "parameters", "reached")
-"""Numbers of a run that are none of its config."""
+OF_RUNS = {
+    "seconds": "training time (s)",
+    "steps": "steps",
+    "parameters": "weights",
+    "reached": "longest length in training",
+}
+"""Numbers of a run that are none of its config, and what they are called."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ class _Drawn:
         groups: dict[str, list[Setting]] = {}
         for setting in self.members:
             groups.setdefault(self.name(setting, without), []).append(setting)
-        lengths = [0] if self.metric == LONGEST_ABOVE else lengths_of(self.outcome)
+        lengths = [0] if self.metric == LONGEST_ABOVE else lengths_of(self.outcome.plan.layout, self.members)
         lines = []
         for index, (label, length) in enumerate((label, length) for label in groups for length in lengths):
             found = self._usable(point for setting in groups[label] for point in points(setting, length))
@@ -179,7 +184,7 @@ def _over_training(drawn: _Drawn) -> Panel:
         seconds = {point.x: point.y.mean for point in _points(rows, "step", "seconds")}
         return [Point(seconds[point.x], point.y) for point in found if point.x in seconds]
 
-    x = Axis("step" if figure.x == ["step"] else "training time (s)")
+    x = Axis("step" if figure.x == ["step"] else OF_RUNS["seconds"])
     return drawn.panel(x, drawn.lines(points))
 
 
@@ -193,8 +198,10 @@ def _by_setting(drawn: _Drawn) -> Panel:
             yield Point(x, y)
 
     lines = drawn.grouped(points, [*keys, *drawn.figure.over])
-    name = " or ".join(str(labels.get(key, key.rpartition(".")[2].replace("_", " "))) for key in keys)
-    return drawn.panel(_growing(name, lines), lines)
+    names = dict.fromkeys(str(labels.get(key, key.rpartition(".")[2].replace("_", " "))) for key in keys)
+    if keys[0] in OF_RUNS:
+        return drawn.panel(Axis(OF_RUNS[keys[0]]), lines)
+    return drawn.panel(_growing(" or ".join(names), lines), lines)
 
 
 def _by_cap(drawn: _Drawn) -> Panel:

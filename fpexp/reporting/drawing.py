@@ -29,8 +29,10 @@ def draw(chart: Chart, stem: Path) -> list[Path]:
     columns = min(COLUMNS, len(chart.panels))
     rows = math.ceil(len(chart.panels) / columns)
     labels = {line.label: line.index for panel in chart.panels for line in panel.lines}
-    legend_rows = math.ceil(len(labels) / 4)
-    size = (4.6 * columns + 0.6, 3.3 * rows + 0.3 + 0.22 * legend_rows)
+    width = 4.6 * columns + 0.6
+    beside = max(1, int(width / (0.085 * max(map(len, labels)) + 0.7)))  # inches: letters, and a sample of the line
+    legend_rows = math.ceil(len(labels) / beside) if len(labels) > 1 else 0
+    size = (width, 3.3 * rows + 0.3 + 0.2 * legend_rows)
     with rc_context({"svg.hashsalt": "fpexp", "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=size, dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
@@ -46,7 +48,7 @@ def draw(chart: Chart, stem: Path) -> list[Path]:
                 [handles[name] for name in names],
                 list(map(_plain, names)),
                 loc="outside lower center",
-                ncols=4,
+                ncols=beside,
                 fontsize=8,
                 frameon=False,
             )

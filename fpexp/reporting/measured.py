@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fpexp.reporting.outcome import Outcome
+from fpexp.reporting.layout import Layout
+from fpexp.reporting.outcome import Outcome, Setting
 from fpexp.reporting.record import Record, number
 
 MASTERED = 0.9
@@ -46,20 +47,22 @@ def metrics_of(outcome: Outcome) -> tuple[str, ...]:
     return ("perplexity",) if text else ("token_accuracy",)
 
 
-def lengths_of(outcome: Outcome) -> list[int]:
-    """Return the lengths with a column: the layout's, else those at or next after 1, 2 and 4 times training's.
+def lengths_of(layout: Layout, settings: Iterable[Setting]) -> list[int]:
+    """Return the lengths with a number of their own: the layout's, as far as they are measured at this scale.
 
-    They are of those that are measured at this scale.
+    Else, of each setting, those at or next after 1, 2 and 4 times its training length.
     """
-    measured = sorted({length for setting in outcome.settings for length in setting.config["evaluation"]["lengths"]})
-    chosen = [length for length in outcome.plan.layout.at if length in measured]
-    if chosen:
-        return chosen
-    longest = max((trained for s in outcome.settings if (trained := training_length(s.config))), default=None)
+    settings = list(settings)
+    chosen = [n for n in layout.at if any(n in setting.config["evaluation"]["lengths"] for setting in settings)]
+    return chosen or sorted({length for setting in settings for length in _own_lengths(setting.config)})
+
+
+def _own_lengths(config: Mapping[str, Any]) -> list[int]:
+    measured, longest = sorted(config["evaluation"]["lengths"]), training_length(config)
     if longest is None:
         return measured[-3:]
-    wanted = [next((m for m in measured if m >= factor * longest), None) for factor in (1, 2, 4)]
-    return list(dict.fromkeys(length for length in wanted if length is not None))
+    wanted = (next((length for length in measured if length >= factor * longest), None) for factor in (1, 2, 4))
+    return [length for length in wanted if length is not None]
 
 
 def training_length(config: Mapping[str, Any]) -> int | None:

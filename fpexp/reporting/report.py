@@ -9,7 +9,7 @@ from fpexp.reporting.benchmark import Benchmark
 from fpexp.reporting.chart import Chart, charts_of
 from fpexp.reporting.outcome import Outcome, Plan, Setting, match
 from fpexp.reporting.paper import Paper
-from fpexp.reporting.record import Record
+from fpexp.reporting.record import EVALUATIONS, Record, number
 from fpexp.reporting.table import REPORTED, Table, runs_of, table_of
 
 
@@ -92,6 +92,7 @@ def _section(plan: Plan, found: Found) -> Section:
         for setting in outcome.settings
         for entry in setting.unfinished
     ]
+    unfinished += _unmeasured(outcome)
     return Section(
         outcome=outcome,
         table=table_of(outcome),
@@ -102,6 +103,17 @@ def _section(plan: Plan, found: Found) -> Section:
         unfinished=tuple(unfinished),
         remarks=tuple(_repeated(setting, *entry) for setting in outcome.settings for entry in setting.repeated),
     )
+
+
+def _unmeasured(outcome: Outcome) -> list[tuple[str, str | None]]:
+    """Return the runs that a figure needs another evaluation of; what is under reference/ has no weights for it."""
+    kinds = [figure.kind for figure in outcome.plan.layout.figures if figure.kind in EVALUATIONS]
+    return [
+        (f"{run.place}/{run.id}: no evaluation of {kind}", outcome.plan.command if run.place == "runs" else None)
+        for run in outcome.runs
+        for kind in kinds
+        if not run.evaluations[kind] and any(number(row, "iterations_mean") is not None for row in run.curve)
+    ]
 
 
 def _repeated(setting: Setting, used: Record, others: Sequence[Record]) -> str:

@@ -123,7 +123,7 @@ def to_csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _measured(outcome: Outcome) -> list[tuple[str, int]]:
     """Return the metric and the length of every column of numbers; length 0 for what has none."""
     metrics = [metric for metric in metrics_of(outcome) if metric in METRICS]  # not those of the rows of training
-    lengths = lengths_of(outcome)
+    lengths = lengths_of(outcome.plan.layout, outcome.settings)
     return [(m, length) for m in metrics for length in ([0] if m == LONGEST_ABOVE else lengths)]
 
 

@@ -23,6 +23,7 @@ def write_report(report: Report, folder: Path) -> None:
     It is complete before the earlier one goes: whoever reads finds one or the other.
     """
     check_place(folder)
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = folder.with_name(f".{folder.name}.{os.getpid()}")
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
@@ -43,7 +44,8 @@ def write_report(report: Report, folder: Path) -> None:
 
 def check_place(folder: Path) -> None:
     """Raise a `UserError` where something stands that no report has written: it would be lost."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+    here = folder.resolve()
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()) or here in (Path.cwd(), *Path.cwd().parents):
         raise UserError(f"out={folder} is not a folder of its own; name another one")
     if not folder.is_dir():
         return

@@ -71,11 +71,13 @@ def _server_build(folder: Path) -> Path | None:
 
 
 def _succeeds(command: list[str], environment: dict[str, str] | None, cwd: str | None = None) -> bool:
-    """Run a command whose failure only means that the next way is tried; what it says goes to stderr."""
+    """Run a command whose failure only means that the next way is tried."""
     try:
-        done = subprocess.run(command, env=environment, cwd=cwd, stdout=sys.stderr, timeout=600, check=False)
+        done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, timeout=600, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
+    if done.returncode:
+        print(f"{' '.join(command[1:])} failed; trying another browser", file=sys.stderr)
     return done.returncode == 0
 
 

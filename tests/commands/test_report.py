@@ -235,7 +235,11 @@ def test_an_earlier_report_is_replaced_and_nothing_else_is(report: CommandLine) 
     assert digest(RESULTS / "report") == before
     Path("file").write_text("")
     report("out=file").refused("out=file is not a folder")
-    report("out=.").refused("out=. holds")
+    report("out=.").refused("out=. is not a folder")
+    report("out=..").refused("out=.. is not a folder")
+    report("out=results").refused("out=results holds report/")
+    assert report("out=./new/sub/").code == 0
+    assert Path("new/sub/report.md").is_file()
 
 
 def test_what_the_paper_reports_has_its_own_column(report: CommandLine) -> None:

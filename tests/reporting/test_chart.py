@@ -16,6 +16,7 @@ from fpexp.reporting.layout import Figure, Layout
 from fpexp.reporting.measured import lengths_of, longest_above, summarise
 from fpexp.reporting.outcome import Job, Plan, label_of, match
 from fpexp.reporting.record import Record
+from fpexp.reporting.report import Found, make_report
 
 
 def config(model: str = "lstm", task: str = "a5", seed: int = 0, cap: int = 2) -> dict[str, Any]:
@@ -25,6 +26,7 @@ def config(model: str = "lstm", task: str = "a5", seed: int = 0, cap: int = 2) -
         "schedule": {"max_iterations": cap},
         "evaluation": {"lengths": [2, 4, 8, 16]},
         "seed": seed,
+        "device": "cpu",
     }
 
 
@@ -162,14 +164,17 @@ def test_a_table_has_no_figure_and_neither_has_what_is_not_measured() -> None:
 
 
 def test_lengths_of_the_table() -> None:
-    one = job()
+    one, other = job(), job(task="copy")
+    other.config["task"]["lengths"]["max"] = 3  # type: ignore[index]
+    other.config["evaluation"]["lengths"] = [3, 5, 7, 20]  # type: ignore[index]
 
     def lengths(*at: int) -> list[int]:
-        return lengths_of(match(Plan("x", "", "", (one,), Layout(at=list(at))), []))
+        layout = Layout(at=list(at))
+        return lengths_of(layout, match(Plan("x", "", "", (one, other), layout), []).settings)
 
-    assert lengths() == [4, 8, 16]
+    assert lengths() == [3, 4, 7, 8, 16, 20]
     assert lengths(8, 2, 1000) == [8, 2]
-    assert lengths(1000) == [4, 8, 16]  # at a scale that measures other lengths
+    assert lengths(1000) == [3, 4, 7, 8, 16, 20]  # at a scale that measures other lengths
 
 
 def test_names_of_settings() -> None:
@@ -212,3 +217,16 @@ def test_a_logarithmic_axis_has_no_place_for_zero(tmp_path: Path) -> None:
     made = chart(Layout(metrics=["perplexity"]), [one], [dataclasses.replace(run(one), curve=rows)])
     assert lines(made.panels[0]) == {"lstm": [(4, 2.0)]}
     draw(made, tmp_path / "a")
+
+
+def test_a_run_without_the_evaluation_that_a_figure_needs_is_said() -> None:
+    one, other = job(model="fp"), job(model="lstm")
+    unsolved = dataclasses.replace(run(other), curve=(curve_row(4, 0.5, iterations_mean=None),))
+    layout = Layout(figures=[Figure("curve"), Figure("agreement", ["distance_mean"])])
+    plan = Plan("x", "", "fpexp train -m experiment=x", (one, other), layout)
+    (section,) = make_report([plan], Found([run(one), unsolved], {}, {}, []), whole=False).sections
+    assert [command for _, command in section.unfinished] == ["fpexp train -m experiment=x"]
+    assert section.unfinished[0][0].endswith("no evaluation of agreement")
+    measured = dataclasses.replace(run(one), evaluations={"agreement": [{"length": 4, "distance_mean": 0.1}]})
+    (section,) = make_report([plan], Found([measured, unsolved], {}, {}, []), whole=False).sections
+    assert section.unfinished == ()
