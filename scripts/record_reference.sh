@@ -1,5 +1,6 @@
 #!/bin/sh
-# Copies finished runs and what was measured of them later, without their checkpoints, to results/reference/runs: scripts/record_reference.sh <run folder>...
+# Copies finished runs, and what was measured of them later, without their checkpoints to results/reference/runs:
+# scripts/record_reference.sh <run folder>...
 set -eu
 reference=$(dirname "$0")/../results/reference/runs
 for run in "$@"; do
@@ -14,6 +15,8 @@ for run in "$@"; do
             "$run/$file" > "$target/$file"
     done
     for settings in "$run"/evaluations/*/settings.json; do
-        [ ! -e "$settings" ] || { mkdir -p "$target/evaluations" && cp -R "$(dirname "$settings")" "$target/evaluations/"; }
+        [ -e "$settings" ] || continue
+        mkdir -p "$target/evaluations"
+        cp -R "$(dirname "$settings")" "$target/evaluations/"
     done
 done

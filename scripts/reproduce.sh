@@ -1,5 +1,5 @@
 #!/bin/sh
-# The experiments of results/reference at scale=cpu, in order of what they are worth: scripts/reproduce.sh [key=value ...]
+# The experiments of results/reference at scale=cpu, the most telling first: scripts/reproduce.sh [key=value ...]
 # What is recorded there or finished before is not run again, so that the same command goes on where it was stopped;
 # `scripts/reproduce.sh --status` says what is done. One thread each, as the recorded runs; for two jobs at once add
 # hydra/launcher=joblib hydra.launcher.n_jobs=2.
@@ -20,10 +20,10 @@ sweep experiment=reference_a5
 sweep experiment=fig4_state_tracking task=a5
 sweep experiment=fig4_state_tracking task=s5 model=fp_mamba_h,fp_mamba_dplr model.channel_mixer.rank=2
 sweep experiment=fig4_state_tracking task=s5 model=fp_mamba_k,lstm,mamba2,gdn
-dependence=model.dependence
-sweep experiment=table1_dependence $dependence.lambda=false $dependence.Q=false,true $dependence.b=false $dependence.c=false
-sweep experiment=table1_dependence $dependence.lambda=false $dependence.Q=false $dependence.b=true $dependence.c=true
-sweep experiment=table1_dependence $dependence.lambda=true $dependence.Q=true $dependence.b=true $dependence.c=true
+d=model.dependence # none, Q, b and c, all
+sweep experiment=table1_dependence $d.lambda=false $d.Q=false,true $d.b=false $d.c=false
+sweep experiment=table1_dependence $d.lambda=false $d.Q=false $d.b=true $d.c=true
+sweep experiment=table1_dependence $d.lambda=true $d.Q=true $d.b=true $d.c=true
 sweep experiment=fig1_iterations
 sweep experiment=fig11_cap
 sweep experiment=fig12_sequential_parallel

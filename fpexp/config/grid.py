@@ -13,6 +13,7 @@ names takes the place of the rows' own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ def _words(row: Any, index: int) -> list[str]:
     if not isinstance(row, Mapping) or not row:
         raise UserError(f"{KEY}[{index}]={row!r} must be a row of keys and values, such as model: lstm")
     for key in row:
-        if not isinstance(key, str) or key.partition(".")[0] in ("hydra", "sweep", "experiment", "scale"):
+        if not isinstance(key, str) or re.split("[./]", key)[0] in ("hydra", "sweep", "experiment", "scale"):
             raise UserError(f"{KEY}[{index}]: '{key}' is not of a single run; leave it to the command line")
     return [f"{key}={_text(value, f'{KEY}[{index}].{key}')}" for key, value in row.items()]
 
