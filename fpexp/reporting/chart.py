@@ -23,6 +23,9 @@ from fpexp.reporting.record import Record, number
 LOGARITHMIC = ("perplexity", "byte_perplexity", "loss")
 """What is drawn on a logarithmic axis, besides distances."""
 
+SHARES = ("answers_alike", "both_converged")
+"""What lies between 0 and 1 as accuracies do."""
+
 OF_RUNS = {
     "seconds": "training time (s)",
     "steps": "steps",
@@ -253,7 +256,7 @@ def _y_axis(metric: str) -> Axis:
     name = METRICS.get(metric, metric.removeprefix("layers.").replace(".", ": ").replace("_", " "))
     if metric == "scaled_accuracy":
         return Axis(name, "linear", (-0.05, 1.02))
-    if metric.endswith("accuracy"):
+    if metric.endswith("accuracy") or metric in SHARES:
         return Axis(name, "linear", (0.0, 1.02))
     return Axis(name, "log" if metric in LOGARITHMIC or metric.startswith("distance") else "linear")
 

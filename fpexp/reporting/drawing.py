@@ -92,10 +92,15 @@ def _draw_line(axes: Any, line: Line) -> Any:
 
 
 def _scale(axes: Any, which: str, axis: Axis) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
     if axis.scale != "linear":
         getattr(axes, f"set_{which}scale")("log", base=2 if axis.scale == "log2" else 10)
-        getattr(axes, f"{which}axis").set_major_formatter("{x:g}")
-        getattr(axes, f"{which}axis").set_minor_formatter("{x:g}" if axis.scale == "log" else "")
+        ticks = getattr(axes, f"{which}axis")
+        if axis.scale == "log":
+            ticks.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ticks.set_major_formatter("{x:g}")
+        ticks.set_minor_locator(NullLocator())
     if axis.limits:
         getattr(axes, f"set_{which}lim")(*axis.limits)
 

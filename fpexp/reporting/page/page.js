@@ -63,7 +63,7 @@ function ticks(axis, [low, high], count) {
   if (axis.scale === "log") {
     const found = [];
     for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
-      for (const digit of [1, 2, 3, 5, 7]) found.push(digit * 10 ** power);
+      for (const digit of [1, 2, 5]) found.push(digit * 10 ** power);
     }
     const inside = found.filter((value) => value >= low && value <= high);
     return inside.length >= 2 ? inside : [low, high];
