@@ -19,11 +19,12 @@ def run(arguments: list[str]) -> int:
         raise UserError("which run? write run=<run id>; `fpexp runs` lists them")
     measurement = Measurement(**{key: value for key, value in options.items() if key in own})
 
+    from fpexp.build import settle
     from fpexp.machine import is_out_of_memory
     from fpexp.run_folder import RunFolder
 
     folder = RunFolder.find(options["run"], options.get("results_dir", "results"))
-    device = options.get("device", "auto")
+    device = settle(folder.config().replace(device=options.get("device", "auto")))[0].device
     try:
         rows, where = measurement.carry_out(folder, device)
     except (RuntimeError, MemoryError) as error:

@@ -110,6 +110,10 @@ def _carry_out(sweep: SweepFolder, jobs: dict[int, Job]) -> int | None:
                 else:
                     launcher.launch(launched, initial_job_idx=0)
             except KeyboardInterrupt:
+                if isinstance(launcher, BasicLauncher):
+                    sweep.stop()
+                elif kind != "JoblibLauncher":
+                    warn("the jobs that are queued elsewhere go on; the same command again finds what they finish")
                 return int(signal.SIGINT)
             except (Exception, SystemExit) as error:  # a launcher's own: a worker that was killed, a cluster's refusal
                 warn(f"the launcher has ended with {type(error).__name__}: {first_line(error)}")
@@ -175,10 +179,13 @@ def run_job(hydra_config: Any, sweep_pid: int, hidden: bool) -> None:
 
     context = HydraConfig.get()
     job = JobFolder(Path(context.runtime.output_dir))
-    if os.getppid() == sweep_pid:
+    apart = os.getppid() == sweep_pid
+    if apart:
         _apart(sweep_pid)
     with _hidden(job) if hidden else _shown(job):
         signum = _carry_out_job(job, hydra_config, dict(context.runtime.choices))
+    if apart and os.getppid() != sweep_pid:
+        os._exit(1)  # the sweep was killed; there is nobody to wait for
     if signum is not None:
         _hand_on(signum)
 
