@@ -21,10 +21,10 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
     layout = read_layout(conf_dir() / "experiment" / f"{name}.yaml")
     description = choices("experiment")[name].removesuffix(" (-m)")
     paper = read_paper(results_dir, name)
-    if layout.benchmarks:
-        return Plan(name, description, f"fpexp bench {' '.join(layout.benchmarks)}", (), layout, paper)
-    common = [f"experiment={name}", *words]
     where = [f"results_dir={results_dir}"] if results_dir != Path("results") else []
+    if layout.benchmarks:
+        return Plan(name, description, _command(["bench", *layout.benchmarks, *where]), (), layout, paper)
+    common = [f"experiment={name}", *words]
     jobs = []
     for job in expand(common):
         shared = [word for word in common if word in job]  # not those that name several values
@@ -40,7 +40,8 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
             )
         )
     command = _command(["train", "-m", *common, *where]) if len(jobs) > 1 else jobs[0].command
-    return Plan(name, description, command, tuple(jobs), layout, paper)
+    resume = _command(["train", *where, "resume="])
+    return Plan(name, description, command, tuple(jobs), layout, paper, resume)
 
 
 def identities(config: RunConfig) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,10 @@ class Job:
 
 @dataclass(frozen=True)
 class Plan:
-    """An experiment: what it asks for, how it is reported, what the paper has; `command` runs all that is missing."""
+    """An experiment: what it asks for, how it is reported, what the paper has.
+
+    `command` runs all that is missing, `resume` (with an id behind it) goes on with a run.
+    """
 
     name: str
     description: str
@@ -36,6 +40,7 @@ class Plan:
     jobs: tuple[Job, ...]
     layout: Layout
     paper: Paper | None = None
+    resume: str = "fpexp train resume="
 
     @property
     def title(self) -> str:
@@ -103,7 +108,7 @@ def match(plan: Plan, records: Sequence[Record]) -> Outcome:
     for job in plan.jobs:
         groups.setdefault(job.identities, []).append(job)
     names = plan.layout.names or _varying(plan.jobs)
-    settings = [_setting(jobs, names, plan.layout, records) for jobs in groups.values()]
+    settings = [_setting(jobs, names, plan, records) for jobs in groups.values()]
     return Outcome(plan, tuple(_distinct(settings)))
 
 
@@ -114,8 +119,8 @@ def _varying(jobs: Iterable[Job]) -> list[str]:
     return [key for key in keys if len({job.settings.get(key) for job in jobs}) > 1]
 
 
-def _setting(jobs: Sequence[Job], names: Sequence[str], layout: Layout, records: Sequence[Record]) -> Setting:
-    (first, *_) = jobs
+def _setting(jobs: Sequence[Job], names: Sequence[str], plan: Plan, records: Sequence[Record]) -> Setting:
+    (first, *_), layout = jobs, plan.layout
     by_seed: dict[int, list[Record]] = {}
     for record in records:
         if record.identity in first.identities:
@@ -129,7 +134,7 @@ def _setting(jobs: Sequence[Job], names: Sequence[str], layout: Layout, records:
             if others:
                 repeated.append((best, tuple(others)))
         else:
-            unfinished.append(_unfinished(best, jobs_of_seed.get(seed)))
+            unfinished.append(_unfinished(best, jobs_of_seed.get(seed), plan.resume))
     values = {key: first.settings[key] for key in names if key in first.settings}
     return Setting(
         label=label_of(values, layout) or layout.labels.get(_model(first.config), _model(first.config)),
@@ -143,7 +148,7 @@ def _setting(jobs: Sequence[Job], names: Sequence[str], layout: Layout, records:
     )
 
 
-def _unfinished(record: Record, job: Job | None) -> Unfinished:
+def _unfinished(record: Record, job: Job | None, resume: str) -> Unfinished:
     why = record.state + (f": {record.reason}" if record.reason else "")
     command = job.command if job else None
     if record.state == "finished":
@@ -151,7 +156,7 @@ def _unfinished(record: Record, job: Job | None) -> Unfinished:
     elif record.state == "running":
         command = None
     elif record.state in ("interrupted", "lost") and record.place == "runs":
-        command = f"fpexp train resume={record.id}"
+        command = resume + shlex.quote(record.id)
     return Unfinished(record, why, command, asked=job is not None)
 
 

@@ -135,6 +135,16 @@ def test_a_run_that_did_not_end_is_listed_as_such(report: CommandLine, state: st
     assert row_of("lstm")[1:3] == ["0 of 1", "-"]
 
 
+def test_commands_name_the_results_that_they_are_of(cli: CommandLine) -> None:
+    where = Path("my results")
+    record(where, "stopped", lstm(), state="interrupted")
+    assert cli("report", GRID, *SMALL, "results_dir=my results").code == 0
+    found = text(where / "report")
+    assert "`fpexp train 'results_dir=my results' resume=stopped`" in found
+    (line,) = [line for line in found.splitlines() if line.startswith("fpexp train experiment")]
+    assert "'results_dir=my results'" in line
+
+
 def test_a_value_that_is_no_number_is_left_out_and_said(report: CommandLine) -> None:
     record(RESULTS, "whole", lstm(0), (1.0, 0.8, 0.5, 0.5))
     run = record(RESULTS, "broken", lstm(1), (1.0, None, 0.5, 0.5))
