@@ -57,7 +57,7 @@ def identity(config: RunConfig) -> str:
     """
     unused = () if uses_solver(config.model) else ("solver", "schedule", "gradient")
     config = config.replace(device=config.device.partition(":")[0])
-    return config.fingerprint(("seed", "threads", "deterministic", *unused))
+    return config.fingerprint(("seed", "deterministic", *unused))
 
 
 def identify(run: RunFolder) -> str:

@@ -130,9 +130,12 @@ class RunConfig:
         return dataclasses.replace(self, **changes)
 
     def fingerprint(self, leaving_out: Iterable[str] = ()) -> str:
-        """Hash of all that decides the numbers, but for top-level fields left out: equal for the same run repeated."""
+        """Hash of all that decides the numbers, but for top-level fields left out: equal for the same run repeated.
+
+        The number of threads decides no more than the order of sums.
+        """
         tree = self.to_dict()
-        for name in ("results_dir", "tracking", "sweep", "choices", "scale", "parallel", *leaving_out):
+        for name in ("results_dir", "tracking", "sweep", "choices", "scale", "parallel", "threads", *leaving_out):
             del tree[name]
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 

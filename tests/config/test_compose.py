@@ -497,7 +497,7 @@ def test_round_trip(model: str, tmp_path: Path) -> None:
 
 def test_fingerprint_is_of_what_decides_the_numbers(tmp_path: Path) -> None:
     fingerprint = tiny(tmp_path).fingerprint()
-    for same in (["tracking=wandb"], ["results_dir=elsewhere"], ["sweep.rerun=true"]):
+    for same in (["tracking=wandb"], ["results_dir=elsewhere"], ["sweep.rerun=true"], ["threads=3"]):
         assert tiny(tmp_path, *same).fingerprint() == fingerprint
     for other in (
         ["seed=1"],
