@@ -35,7 +35,6 @@ from fpexp.ops.fixed_point_sweep import SweepTerms
 from fpexp.ops.launch.triton import COMPUTE, Launch
 from fpexp.ops.mixers import MixerForm
 from fpexp.ops.mixers.triton import (
-    LEAST,
     Mixer,
     add_from_s,
     apply,
@@ -52,6 +51,9 @@ from fpexp.status import Status
 
 AHEAD = 4
 """Launches between two looks of the host at whether all is over: a look costs as much as one or two of the smallest."""
+
+_LEAST = 16
+"""Rows of a tile and channels of a weight's block at least, for tensor cores."""
 
 _ROWS = 32
 """Of a tile: each row more saves reading the weight, and costs room for coefficients in the caches."""
@@ -116,16 +118,16 @@ class Plan:
         """Choose sizes that fit a program's registers and shared memory."""
         batch, length, width = terms.x.shape
         N = terms.H.shape[-1]
-        rows = max(LEAST, min(_ROWS, triton.next_power_of_2(batch * length)))
+        rows = max(_LEAST, min(_ROWS, triton.next_power_of_2(batch * length)))
         states = triton.next_power_of_2(N)
         numbers = max(mixer.lanes, mixer.lanes2**2 if mixer.lanes1 > 1 else 0)
         return cls(
             rows=rows,
-            group=max(1, min(rows, 2 * _TILE // numbers)),
+            group=max(1, min(rows, _TILE // numbers)),
             channels=min(max(1, _TILE // states), triton.next_power_of_2(width)),
             states=states,
-            columns=128,
-            depth=max(LEAST, min(32, triton.next_power_of_2(width))),
+            columns=64,
+            depth=max(_LEAST, min(128 // terms.weight.element_size(), triton.next_power_of_2(width))),
             head_size=width // terms.columns.sizes[3],
             alike=terms.A.shape[1] == 1,
             gated=terms.columns.sizes[4] > 0,
@@ -261,14 +263,15 @@ def _iteration(
         total = batch * length
         size = total.to(tl.int64) * width
         new, old = iteration % 2 * size, (iteration + 1) % 2 * size
-        program, local = tl.program_id(0).to(tl.int64), tl.arange(0, plan.rows)
+        program = tl.program_id(0).to(tl.int64)
         s += program * plan.rows * width
         p += program * plan.rows * count
         mixed += program * plan.rows * width
         factors += program * plan.group * mixer.factor_room
         tile = tl.atomic_add(control + _TICKET, 1)
         while tile * plan.rows < total:
-            first = tile * plan.rows
+            first, none = tile * plan.rows, tl.minimum(tile, 0)
+            local = none + tl.arange(0, plan.rows)
             row = first + local
             live = _live(row, total, length, frozen)
             if tl.max(live.to(tl.int32), 0) > 0:
@@ -279,13 +282,13 @@ def _iteration(
                 add_from_s(from_x + at, s + local[:, None] * width, weight, p + local[:, None] * count, live[:, None],
                            count, width, mixer, plan.columns, plan.depth, plan.precision)  # fmt: skip
                 tl.debug_barrier()
-                _unit_b_and_c(p, count, N, mixer, plan)
-                _mix(x, y + new, p, factors, mixed, first, total, width, count, length, frozen, mixer, plan, COMPUTE)
-                _scan(p, mixed, A, D, state, f + new, between, passed, frozen, tile, iteration, total, length, width,
-                      count, N, mixer, plan, COMPUTE)  # fmt: skip
+                _unit_b_and_c(p, none, count, N, mixer, plan)
+                _mix(x, y + new, p, factors, mixed, first, none, total, width, count, length, frozen, mixer, plan, COMPUTE)
+                _scan(p, mixed, A, D, state, f + new, between, passed, frozen, tile, none, iteration, total, length,
+                      width, count, N, mixer, plan, COMPUTE)  # fmt: skip
                 tl.debug_barrier()
-                _close(f + new, y + new, norm_weight, norm_bias, mask, worst, largest, frozen, first, total, length,
-                       width, mixer, plan, COMPUTE)  # fmt: skip
+                _close(f + new, y + new, norm_weight, norm_bias, mask, worst, largest, frozen, first, none, total,
+                       length, width, mixer, plan, COMPUTE)  # fmt: skip
                 tl.debug_barrier()
             tile = tl.atomic_add(control + _TICKET, 1)
         tl.debug_barrier()
@@ -331,10 +334,10 @@ def _lerp(y, f, weight):
 
 
 @triton.jit
-def _unit_b_and_c(p, count, N, mixer: tl.constexpr, plan: tl.constexpr):
+def _unit_b_and_c(p, none, count, N, mixer: tl.constexpr, plan: tl.constexpr):
     """b and c of all rows to unit length, in place."""
-    n = tl.arange(0, plan.states)
-    at = tl.arange(0, plan.rows)[:, None] * count + mixer.coefficients + n[None, :]
+    n = none + tl.arange(0, plan.states)
+    at = (none + tl.arange(0, plan.rows))[:, None] * count + mixer.coefficients + n[None, :]
     inside = tl.full([plan.rows, 1], 1, tl.int1) & (n < N)[None, :]
     b, c = tl.load(p + at, inside, other=0), tl.load(p + at + N, inside, other=0)
     tl.debug_barrier()
@@ -344,36 +347,37 @@ def _unit_b_and_c(p, count, N, mixer: tl.constexpr, plan: tl.constexpr):
 
 @triton.jit
 def _mix(
-    x, y, p, factors, mixed, first, total, width, count, length, frozen,
+    x, y, p, factors, mixed, first, none, total, width, count, length, frozen,
     mixer: tl.constexpr, plan: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """mixed = Q (x - y) + y"""
     channel, there = channels_of(mixer)
-    factors += tl.arange(0, plan.group)[:, None] * mixer.factor_room
-    for start in range(0, plan.rows, plan.group):
+    channel += none
+    factors += (none + tl.arange(0, plan.group))[:, None] * mixer.factor_room
+    for start in range(none, plan.rows, plan.group):
         local = start + tl.arange(0, plan.group)
         inside = _live(first + local, total, length, frozen)[:, None] & there[None, :]
         at = (first + local).to(tl.int64)[:, None] * width + channel[None, :]
-        make_factors(p + local[:, None] * count, factors, mixer, plan.precision)
+        make_factors(p + local[:, None] * count, factors, mixer)
         tl.debug_barrier()
         y_tile = tl.load(y + at, inside, other=0)
-        v = apply(factors, tl.load(x + at, inside, other=0).to(COMPUTE) - y_tile, mixer, plan.precision)
+        v = apply(factors, tl.load(x + at, inside, other=0).to(COMPUTE) - y_tile, mixer)
         tl.store(mixed + local[:, None] * width + channel[None, :], v + y_tile, inside)
         tl.debug_barrier()
 
 
 @triton.jit
 def _scan(
-    p, mixed, A, D, state, f, between, passed, frozen, tile, iteration, total, length, width, count, N,
+    p, mixed, A, D, state, f, between, passed, frozen, tile, none, iteration, total, length, width, count, N,
     mixer: tl.constexpr, plan: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """f = gate * (H c + D * mixed), not yet normed."""
-    n = tl.arange(0, plan.states)
+    n = none + tl.arange(0, plan.states)
     b_at: tl.constexpr = mixer.coefficients
     delta_at, z_at = b_at + 2 * N, b_at + 2 * N + width // plan.head_size
     blocks = tl.cdiv(width, plan.channels)
     first, after = tile * plan.rows, (tile + 1) * plan.rows
-    for start in range(0, width, plan.channels):
+    for start in range(none, width, plan.channels):
         channel = start + tl.arange(0, plan.channels)
         there = channel < width
         present = there[:, None] & (n < N)[None, :]
@@ -415,12 +419,13 @@ def _scan(
 
 @triton.jit
 def _close(
-    f, y, norm_weight, norm_bias, mask, worst, largest, frozen, first, total, length, width,
+    f, y, norm_weight, norm_bias, mask, worst, largest, frozen, first, none, total, length, width,
     mixer: tl.constexpr, plan: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Norm f, and let the residual and size of each sequence be at least those of its rows, as bits: NaN is largest."""
     channel, there = channels_of(mixer)
-    for start in range(0, plan.rows, plan.group):
+    channel += none
+    for start in range(none, plan.rows, plan.group):
         row = first + start + tl.arange(0, plan.group)
         live = _live(row, total, length, frozen)
         inside = live[:, None] & there[None, :]
