@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 _TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_TYPES |= {torch.int64: "i64", torch.bool: "i1"}
 
 COMPUTE = {torch.float64: tl.float64}
 """What kernels compute in, by type of x; float32 for all else."""
