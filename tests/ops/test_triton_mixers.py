@@ -17,10 +17,10 @@ from torch.testing import assert_close
 from fpexp.channel_mixers import DPLR, ChannelMixer, Householder, Kronecker
 from fpexp.ops.mixers import Columns
 from fpexp.ops.mixers import triton as mixers
-from fpexp.ops.mixers.triton import LEAST, Mixer, precision
+from fpexp.ops.mixers.triton import Mixer, precision
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-ROWS = 3
+ROWS, PADDED = 3, 4
 
 WIDTHS: list[ChannelMixer] = [
     Householder(1, rank=1, a_max=0.5),
@@ -47,12 +47,12 @@ def _mix(  # type: ignore[no-untyped-def]
     factors += row * room
     mixers.add_from_s(x_part, s_row, weight, p, row < ROWS, count, width, mixer, 32, 16, PRECISION)
     tl.debug_barrier()
-    mixers.make_factors(p, factors, mixer, PRECISION)
+    mixers.make_factors(p, factors, mixer)
     tl.debug_barrier()
     channel, there = mixers.channels_of(mixer)
     present = (row < ROWS) & there[None, :]
     v = tl.load(x + row * width + channel[None, :], present, other=0)
-    tl.store(out + row * width + channel[None, :], mixers.apply(factors, v, mixer, PRECISION), present)
+    tl.store(out + row * width + channel[None, :], mixers.apply(factors, v, mixer), present)
 
 
 def mix(
@@ -61,11 +61,11 @@ def mix(
     """The coefficients and Q x of a few tokens."""
     assert mixer.form is not None
     known = Mixer.of(mixer.form, columns, mixer.width)
-    p = torch.full((LEAST, from_x.shape[1]), 0.5, dtype=x.dtype, device=DEVICE)
-    factors = torch.full((LEAST, known.factor_room), float("nan"), dtype=x.dtype, device=DEVICE)
+    p = torch.full((PADDED, from_x.shape[1]), 0.5, dtype=x.dtype, device=DEVICE)
+    factors = torch.full((PADDED, known.factor_room), float("nan"), dtype=x.dtype, device=DEVICE)
     out = torch.empty_like(x)
     given = from_x, s, weight, p, factors, x, out, from_x.shape[1], mixer.width, known.factor_room
-    _mix[(1,)](*given, mixer=known, ROWS=len(x), PADDED=LEAST, PRECISION=precision(x.dtype))
+    _mix[(1,)](*given, mixer=known, ROWS=len(x), PADDED=PADDED, PRECISION=precision(x.dtype))
     return p[: len(x)], out
 
 

@@ -7,10 +7,11 @@ are tiles (rows, 1) of pointers to where a token's begin. Between a store and a 
 the caller has a barrier. The factors of a token, in numbers:
 
     householder, dplr   u (rank, lanes), a (rank)
-    kronecker           K1 (lanes1, lanes1), K2 (lanes2, lanes2), each with zeros for padding
+    kronecker           K1^T (lanes1, lanes1), K2^T (lanes2, lanes2), with zeros for padding, and scratch (2, lanes)
 
-Products of float32 are made of three of tf32, those with weights of 16 bits are in the type of the weights; sums are
-float32. All is float64 where the program computes in it.
+Products with weights are made of three of tf32 where these are float32, else in their type of 16 bits; sums are float32.
+Those of factors are sums of outer products, a row and a column from memory at a time: Triton would give each of a few
+matrices to one warp, whose registers it overflows. All is float64 where the program computes in it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,7 @@ _TINY = tl.constexpr(1e-15)
 """As in `fpexp.channel_mixers.kronecker`."""
 
 _LARGEST_FACTOR = 128
-"""Rows of a Kronecker factor at most: 16384 numbers, which a program's registers or shared memory hold a few times."""
-
-LEAST = 16
-"""Rows and columns of a product at least."""
+"""Rows of a Kronecker factor at most: its numbers are in registers while it is made."""
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter multiplies the bits of bfloat16 numbers, as if they were integers."""
@@ -65,15 +63,13 @@ class Mixer:
         counts = [n + n * (n + 1) // 2 for n in form.sizes] if kronecker else [form.sizes[0] * (width + 1)]
         if sum(counts) != columns.sizes[0]:
             raise ValueError(f"{form} has {sum(counts)} coefficients at width {width}, not {columns.sizes[0]}")
-        lanes1 = max(LEAST, triton.next_power_of_2(rows)) if kronecker else 1
-        lanes2 = max(LEAST, triton.next_power_of_2(row))
         return cls(
             kind=_KINDS[form.kind],
             size=form.sizes[0],
             rows=rows,
             columns=row,
-            lanes1=lanes1,
-            lanes2=lanes2,
+            lanes1=triton.next_power_of_2(rows),
+            lanes2=triton.next_power_of_2(row),
             coefficients=sum(counts),
             a_max=form.a_max,
             by_rows=form.rows,
@@ -90,7 +86,7 @@ class Mixer:
     def factor_room(self) -> int:
         """How many numbers the factors of a token are."""
         if self.kind == _KINDS["kronecker"]:
-            return self.lanes1**2 + self.lanes2**2
+            return self.lanes1**2 + self.lanes2**2 + 2 * self.lanes
         return self.size * self.lanes + self.size
 
     @property
@@ -100,7 +96,7 @@ class Mixer:
 
 
 def precision(compute: torch.dtype) -> str:
-    """Return what factors of products are taken to: float32 in three parts."""
+    """Return what a product with weights is taken in: float32 in three parts."""
     return "ieee" if compute == torch.float64 else "tf32x3"
 
 
@@ -130,15 +126,6 @@ def softplus(x):
 def l2norm(v):
     """v / sqrt(|v|^2 + eps) over the last axis."""
     return v * (1 / tl.sqrt(tl.sum(v * v, len(v.shape) - 1, keep_dims=True) + _EPSILON))
-
-
-@triton.jit
-def product(a, b, PRECISION: tl.constexpr):
-    """a b, with any leading axis; sums in float32 or float64."""
-    narrow: tl.constexpr = a.dtype.primitive_bitwidth == 16
-    if narrow and _INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision=PRECISION, out_dtype=tl.float32 if narrow else a.dtype)
 
 
 # Tiles over channels.
@@ -179,7 +166,7 @@ def add_from_s(
     from_x, s, weight, p, inside, count, width,
     mixer: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """p = from_x + s weight^T: tiles (rows, 1) of pointers, rows at least `LEAST`, of which `inside` are there.
+    """p = from_x + s weight^T: tiles (rows, 1) of pointers, of which `inside` are there.
 
     `count` columns, COLUMNS at a time; the weights (rows of s's part, width) go by in blocks of DEPTH channels. Where a
     dependence is off, from_x is copied, and no weight of it is read.
@@ -195,7 +182,10 @@ def add_from_s(
                 in_weight = source[None, :] * width + channel[:, None]
                 rows = tl.load(s + channel[None, :], inside & (channel < width)[None, :], other=0)
                 block = tl.load(weight + in_weight, (source >= 0)[None, :] & (channel < width)[:, None], other=0)
-                total += product(rows.to(block.dtype), block, PRECISION)
+                rows = rows.to(block.dtype)
+                if _INTERPRETED and block.dtype.primitive_bitwidth == 16:
+                    rows, block = rows.to(tl.float32), block.to(tl.float32)
+                total += tl.dot(rows, block, input_precision=PRECISION, out_dtype=total.dtype)
         tl.store(p + column[None, :], total, there)
 
 
@@ -203,16 +193,16 @@ def add_from_s(
 
 
 @triton.jit
-def make_factors(p, factors, mixer: tl.constexpr, PRECISION: tl.constexpr):
-    """Fill the factors of tokens from their coefficients."""
+def make_factors(p, factors, mixer: tl.constexpr):
+    """Fill the factors of tokens from their coefficients. Has barriers, but none at its beginning or end."""
     if mixer.kind == _KRONECKER:
         first, last = tl.arange(0, mixer.lanes1), tl.arange(0, mixer.lanes2)
-        K = kronecker_factor(p, mixer.size, mixer.lanes1, mixer, PRECISION)
-        tl.store(factors[:, :, None] + (first[:, None] * mixer.lanes1 + first[None, :])[None, :, :], K)
+        transposed = factors[:, :, None] + (first[None, :] * mixer.lanes1 + first[:, None])[None, :, :]
+        tl.store(transposed, kronecker_factor(p, factors, mixer.size, mixer.lanes1, mixer))
         ends: tl.constexpr = mixer.size + mixer.size * (mixer.size + 1) // 2
-        K = kronecker_factor(p + ends, mixer.columns, mixer.lanes2, mixer, PRECISION)
-        second = factors[:, :, None] + mixer.lanes1 * mixer.lanes1
-        tl.store(second + (last[:, None] * mixer.lanes2 + last[None, :])[None, :, :], K)
+        second = factors + mixer.lanes1 * mixer.lanes1
+        transposed = second[:, :, None] + (last[None, :] * mixer.lanes2 + last[:, None])[None, :, :]
+        tl.store(transposed, kronecker_factor(p + ends, second, mixer.columns, mixer.lanes2, mixer))
     else:
         lane = tl.arange(0, mixer.lanes2)
         for i in range(mixer.size):
@@ -234,20 +224,36 @@ def rank_weight(p, i, mixer: tl.constexpr):
 
 
 @triton.jit
-def kronecker_factor(p, n: tl.constexpr, LANES: tl.constexpr, mixer: tl.constexpr, PRECISION: tl.constexpr):
-    """diag(sigmoid(.)) normalise(U U^T), (rows, LANES, LANES), of coefficients n + n (n + 1) / 2 from p on."""
+def kronecker_factor(p, scratch, n: tl.constexpr, LANES: tl.constexpr, mixer: tl.constexpr):
+    """diag(sigmoid(.)) normalise(U U^T), (rows, LANES, LANES), of coefficients n + n (n + 1) / 2 from p on.
+
+    `scratch`, of LANES^2 numbers a row, may be written again once this has returned.
+    """
     i, j = tl.arange(0, LANES)[:, None], tl.arange(0, LANES)[None, :]
     in_triangle = n + i * (2 * n - i + 1) // 2 + j - i
     U = silu(tl.load(p[:, :, None] + in_triangle[None, :, :], ((i <= j) & (j < n))[None, :, :], other=0))
-    gram = product(U, tl.trans(U, (0, 2, 1)), PRECISION)
+    tl.store(scratch[:, :, None] + (j * LANES + i)[None, :, :], U)
+    tl.debug_barrier()
+    gram = outer_products(scratch, scratch, n, LANES, LANES)
+    tl.debug_barrier()
     if mixer.by_rows:
         gram = l2norm(gram)
     else:
         v = top_eigenvector(gram, LANES, mixer)
-        largest = tl.sum(v * times(gram, v), 1)
+        largest = tl.sum(v * tl.sum(gram * v[:, None, :], 2), 1)
         gram = gram * (1 / (largest + _EPSILON))[:, None, None]
     diagonal = tl.load(p[:, :, None] + i[None, :, :], (i < n)[None, :, :], other=0)
     return sigmoid(diagonal) * gram
+
+
+@triton.jit
+def outer_products(a, b, count, LANES1: tl.constexpr, LANES2: tl.constexpr):
+    """a^T b, (rows, LANES1, LANES2), of matrices with `count` rows of LANES1 and of LANES2 numbers in memory."""
+    i, j = tl.arange(0, LANES1)[None, :], tl.arange(0, LANES2)[None, :]
+    total = tl.zeros([a.shape[0], LANES1, LANES2], a.dtype.element_ty)
+    for k in range(count):
+        total += tl.load(a + k * LANES1 + i)[:, :, None] * tl.load(b + k * LANES2 + j)[:, None, :]
+    return total
 
 
 @triton.jit
@@ -258,14 +264,8 @@ def top_eigenvector(gram, LANES: tl.constexpr, mixer: tl.constexpr):
     start = tl.argmax(diagonal, 1)
     v = unit(tl.sum(tl.where(i[None, None, :] == start[:, None, None], gram, 0), 2))
     for _ in range(mixer.power_iterations):
-        v = unit(times(gram, v))
+        v = unit(tl.sum(gram * v[:, None, :], 2))
     return v
-
-
-@triton.jit
-def times(gram, v):
-    """gram v for each row."""
-    return tl.sum(gram * v[:, None, :], 2)
 
 
 @triton.jit
@@ -279,15 +279,20 @@ def unit(v):
 
 
 @triton.jit
-def apply(factors, v, mixer: tl.constexpr, PRECISION: tl.constexpr):
-    """Return Q v for a tile (rows, lanes) that is 0 at padding."""
+def apply(factors, v, mixer: tl.constexpr):
+    """Return Q v for a tile (rows, lanes) that is 0 at padding. Has barriers, but none at its beginning or end."""
     if mixer.kind == _KRONECKER:
-        first, last = tl.arange(0, mixer.lanes1), tl.arange(0, mixer.lanes2)
-        second = factors[:, :, None] + mixer.lanes1 * mixer.lanes1
-        K2_transposed = tl.load(second + (last[None, :] * mixer.lanes2 + last[:, None])[None, :, :])
-        K1 = tl.load(factors[:, :, None] + (first[:, None] * mixer.lanes1 + first[None, :])[None, :, :])
-        matrix = tl.reshape(v, (v.shape[0], mixer.lanes1, mixer.lanes2))
-        mixed = product(K1, product(matrix, K2_transposed, PRECISION), PRECISION)
+        second = factors + mixer.lanes1 * mixer.lanes1
+        first_room = second + mixer.lanes2 * mixer.lanes2
+        second_room = first_room + mixer.lanes1 * mixer.lanes2
+        lane = tl.arange(0, mixer.lanes1 * mixer.lanes2)
+        transposed = lane % mixer.lanes2 * mixer.lanes1 + lane // mixer.lanes2
+        tl.store(first_room + transposed[None, :], v)
+        tl.debug_barrier()
+        matrix = outer_products(first_room, second, mixer.columns, mixer.lanes1, mixer.lanes2)
+        tl.store(second_room + lane[None, :], tl.reshape(matrix, v.shape))
+        tl.debug_barrier()
+        mixed = outer_products(factors, second_room, mixer.size, mixer.lanes1, mixer.lanes2)
         v -= mixer.a_max * tl.reshape(mixed, v.shape)
     else:
         lane = tl.arange(0, mixer.lanes2)
