@@ -61,10 +61,11 @@ _ROWS = 32
 _TILE = 4096
 """Numbers of a tile in registers at most: 16 a thread."""
 
-_WARPS = 8
+_WARPS, _REGISTERS, _PROGRAMS = 8, 128, 2
+"""Of a program, of a thread at most, and for each multiprocessor: so many have room there.
 
-_PROGRAMS = 2
-"""For each multiprocessor: so many have room."""
+Each stage is a function of its own to the compiler, which would otherwise let a program have twice the registers.
+"""
 
 _MULTIPROCESSORS = 132
 """Where there is no GPU to ask: an H200's."""
@@ -120,7 +121,7 @@ class Plan:
         N = terms.H.shape[-1]
         rows = max(_LEAST, min(_ROWS, triton.next_power_of_2(batch * length)))
         states = triton.next_power_of_2(N)
-        numbers = max(mixer.lanes, mixer.lanes2**2 if mixer.lanes1 > 1 else 0)
+        numbers = max(mixer.lanes, 2 * mixer.lanes2**2 if mixer.lanes1 > 1 else 0)
         return cls(
             rows=rows,
             group=max(1, min(rows, _TILE // numbers)),
@@ -233,7 +234,7 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: IterationSettings) -> 
         value = torch.where((iterations % 2 == 1)[:, None, None], y[1], y[0])
         return IterationResult(value, iterations, residual, status)
 
-    return Launch(_iteration, programs, _WARPS, arguments), result, control[1]
+    return Launch(_iteration, programs, _WARPS, arguments, _REGISTERS), result, control[1]
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -270,25 +271,20 @@ def _iteration(
         factors += program * plan.group * mixer.factor_room
         tile = tl.atomic_add(control + _TICKET, 1)
         while tile * plan.rows < total:
-            first, none = tile * plan.rows, tl.minimum(tile, 0)
-            local = none + tl.arange(0, plan.rows)
-            row = first + local
-            live = _live(row, total, length, frozen)
-            if tl.max(live.to(tl.int32), 0) > 0:
-                _place(y + new, y + old, f + old, s, carried, delta, row, local, live, iteration, length, width, plan,
-                       COMPUTE)  # fmt: skip
+            first = tile * plan.rows
+            if tl.max(_live(first + tl.arange(0, plan.rows), total, length, frozen).to(tl.int32), 0) > 0:
+                _place(y + new, y + old, f + old, s, carried, delta, frozen, first, iteration, total, length, width,
+                       plan, COMPUTE)  # fmt: skip
                 tl.debug_barrier()
-                at = row.to(tl.int64)[:, None] * count
-                add_from_s(from_x + at, s + local[:, None] * width, weight, p + local[:, None] * count, live[:, None],
-                           count, width, mixer, plan.columns, plan.depth, plan.precision)  # fmt: skip
+                _add_from_s(from_x, s, weight, p, frozen, first, total, length, count, width, mixer, plan)
                 tl.debug_barrier()
-                _unit_b_and_c(p, none, count, N, mixer, plan)
-                _mix(x, y + new, p, factors, mixed, first, none, total, width, count, length, frozen, mixer, plan, COMPUTE)
-                _scan(p, mixed, A, D, state, f + new, between, passed, frozen, tile, none, iteration, total, length,
-                      width, count, N, mixer, plan, COMPUTE)  # fmt: skip
+                _unit_b_and_c(p, count, N, mixer, plan)
+                _mix(x, y + new, p, factors, mixed, first, total, width, count, length, frozen, mixer, plan, COMPUTE)
+                _scan(p, mixed, A, D, state, f + new, between, passed, frozen, tile, iteration, total, length, width,
+                      count, N, mixer, plan, COMPUTE)  # fmt: skip
                 tl.debug_barrier()
-                _close(f + new, y + new, norm_weight, norm_bias, mask, worst, largest, frozen, first, none, total,
-                       length, width, mixer, plan, COMPUTE)  # fmt: skip
+                _close(f + new, y + new, norm_weight, norm_bias, mask, worst, largest, frozen, first, total, length,
+                       width, mixer, plan, COMPUTE)  # fmt: skip
                 tl.debug_barrier()
             tile = tl.atomic_add(control + _TICKET, 1)
         tl.debug_barrier()
@@ -303,12 +299,15 @@ def _live(row, total, length, frozen):
     return (row < total) & (tl.load(frozen + row // length, row < total, other=1) == 0)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _place(
-    y_new, y_old, f_old, s, carried, delta, row, local, live, iteration, length, width,
+    y_new, y_old, f_old, s, carried, delta, frozen, first, iteration, total, length, width,
     plan: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """y <- lerp(y, f, delta), zero at first; and s, the same one row back or the carried token."""
+    local = tl.arange(0, plan.rows)
+    row = first + local
+    live = _live(row, total, length, frozen)
     sequence, begins = row // length, row % length == 0
     weight = tl.load(delta + sequence, live & (iteration > 1), other=1)[:, None]
     known, earlier = (live & (iteration > 1))[:, None], (live & (iteration > 1) & (row % length > 0))[:, None]
@@ -327,17 +326,30 @@ def _place(
         tl.store(s + local[:, None] * width + channel[None, :], s_tile.to(s.dtype.element_ty), there)
 
 
+@triton.jit(noinline=True)
+def _add_from_s(
+    from_x, s, weight, p, frozen, first, total, length, count, width, mixer: tl.constexpr, plan: tl.constexpr
+):
+    """p = from_x + s W^T"""
+    local = tl.arange(0, plan.rows)
+    live = _live(first + local, total, length, frozen)[:, None]
+    from_x += (first + local).to(tl.int64)[:, None] * count
+    s += local[:, None] * width
+    p += local[:, None] * count
+    add_from_s(from_x, s, weight, p, live, count, width, mixer, plan.columns, plan.depth, plan.precision)
+
+
 @triton.jit
 def _lerp(y, f, weight):
     """As torch's: f itself where the weight is 1."""
     return tl.where(weight < 0.5, y + weight * (f - y), f - (f - y) * (1 - weight))
 
 
-@triton.jit
-def _unit_b_and_c(p, none, count, N, mixer: tl.constexpr, plan: tl.constexpr):
+@triton.jit(noinline=True)
+def _unit_b_and_c(p, count, N, mixer: tl.constexpr, plan: tl.constexpr):
     """b and c of all rows to unit length, in place."""
-    n = none + tl.arange(0, plan.states)
-    at = (none + tl.arange(0, plan.rows))[:, None] * count + mixer.coefficients + n[None, :]
+    n = tl.arange(0, plan.states)
+    at = tl.arange(0, plan.rows)[:, None] * count + mixer.coefficients + n[None, :]
     inside = tl.full([plan.rows, 1], 1, tl.int1) & (n < N)[None, :]
     b, c = tl.load(p + at, inside, other=0), tl.load(p + at + N, inside, other=0)
     tl.debug_barrier()
@@ -345,16 +357,15 @@ def _unit_b_and_c(p, none, count, N, mixer: tl.constexpr, plan: tl.constexpr):
     tl.store(p + at + N, l2norm(c), inside)
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _mix(
-    x, y, p, factors, mixed, first, none, total, width, count, length, frozen,
+    x, y, p, factors, mixed, first, total, width, count, length, frozen,
     mixer: tl.constexpr, plan: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """mixed = Q (x - y) + y"""
     channel, there = channels_of(mixer)
-    channel += none
-    factors += (none + tl.arange(0, plan.group))[:, None] * mixer.factor_room
-    for start in range(none, plan.rows, plan.group):
+    factors += tl.arange(0, plan.group)[:, None] * mixer.factor_room
+    for start in range(0, plan.rows, plan.group):
         local = start + tl.arange(0, plan.group)
         inside = _live(first + local, total, length, frozen)[:, None] & there[None, :]
         at = (first + local).to(tl.int64)[:, None] * width + channel[None, :]
@@ -366,18 +377,18 @@ def _mix(
         tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _scan(
-    p, mixed, A, D, state, f, between, passed, frozen, tile, none, iteration, total, length, width, count, N,
+    p, mixed, A, D, state, f, between, passed, frozen, tile, iteration, total, length, width, count, N,
     mixer: tl.constexpr, plan: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """f = gate * (H c + D * mixed), not yet normed."""
-    n = none + tl.arange(0, plan.states)
+    n = tl.arange(0, plan.states)
     b_at: tl.constexpr = mixer.coefficients
     delta_at, z_at = b_at + 2 * N, b_at + 2 * N + width // plan.head_size
     blocks = tl.cdiv(width, plan.channels)
     first, after = tile * plan.rows, (tile + 1) * plan.rows
-    for start in range(none, width, plan.channels):
+    for start in range(0, width, plan.channels):
         channel = start + tl.arange(0, plan.channels)
         there = channel < width
         present = there[:, None] & (n < N)[None, :]
@@ -417,15 +428,14 @@ def _scan(
             tl.atomic_xchg(flag, iteration, sem="release")
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _close(
-    f, y, norm_weight, norm_bias, mask, worst, largest, frozen, first, none, total, length, width,
+    f, y, norm_weight, norm_bias, mask, worst, largest, frozen, first, total, length, width,
     mixer: tl.constexpr, plan: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Norm f, and let the residual and size of each sequence be at least those of its rows, as bits: NaN is largest."""
     channel, there = channels_of(mixer)
-    channel += none
-    for start in range(none, plan.rows, plan.group):
+    for start in range(0, plan.rows, plan.group):
         row = first + start + tl.arange(0, plan.group)
         live = _live(row, total, length, frozen)
         inside = live[:, None] & there[None, :]
@@ -459,7 +469,7 @@ def _bits(number, lost):
     return tl.where(lost, 0x7FC00000, number.to(tl.int32, bitcast=True))
 
 
-@triton.jit
+@triton.jit(noinline=True)
 def _settle(
     control, worst, largest, residual, status, iterations, frozen, delta, best, stalled, iteration, batch, most,
     allowed, plan: tl.constexpr, COMPUTE: tl.constexpr,

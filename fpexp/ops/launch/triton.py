@@ -42,12 +42,16 @@ class Usage:
 
 @dataclass(frozen=True)
 class Launch:
-    """`programs` programs of `kernel`, each of `warps` warps; pointers may be those of meta tensors to compile only."""
+    """`programs` programs of `kernel`, each of `warps` warps; pointers may be those of meta tensors to compile only.
+
+    A thread has `registers` at most, as many as there are where None.
+    """
 
     kernel: Any
     programs: int
     warps: int
     arguments: Mapping[str, Any]
+    registers: int | None = None
 
     def run(self) -> None:
         """Start it on the device of its tensors; nothing happens where there is no program."""
@@ -55,7 +59,7 @@ class Launch:
             return
         device = next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[(self.programs,)](**self.arguments, num_warps=self.warps)
+            self.kernel[(self.programs,)](**self.arguments, num_warps=self.warps, maxnreg=self.registers)
 
     def compile(self, capability: int) -> Usage:
         """Compile for sm_`capability` as `run` would: whole numbers that 16 divides, and 1, are known to the compiler.
@@ -73,7 +77,8 @@ class Launch:
                 attributes[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, attributes)
         target = GPUTarget("cuda", capability, 32)
-        compiled = triton.compile(source, target=target, options={"num_warps": self.warps})
+        options = {"num_warps": self.warps, "maxnreg": self.registers}
+        compiled = triton.compile(source, target=target, options=options)
         return _usage(compiled, capability)
 
     @staticmethod
