@@ -43,7 +43,6 @@ from fpexp.ops.mixers.triton import (
     make_factors,
     normalise,
     precision,
-    sigmoid,
     silu,
     softplus,
 )
@@ -278,7 +277,7 @@ def _iteration(
                 tl.debug_barrier()
                 _add_from_s(from_x, s, weight, p, frozen, first, total, length, count, width, mixer, plan)
                 tl.debug_barrier()
-                _unit_b_and_c(p, count, N, mixer, plan)
+                _activate(p, count, width, N, mixer, plan)
                 _mix(x, y + new, p, factors, mixed, first, total, width, count, length, frozen, mixer, plan, COMPUTE)
                 _scan(p, mixed, A, D, state, f + new, between, passed, frozen, tile, iteration, total, length, width,
                       count, N, mixer, plan, COMPUTE)  # fmt: skip
@@ -346,15 +345,27 @@ def _lerp(y, f, weight):
 
 
 @triton.jit(noinline=True)
-def _unit_b_and_c(p, count, N, mixer: tl.constexpr, plan: tl.constexpr):
-    """b and c of all rows to unit length, in place."""
-    n = tl.arange(0, plan.states)
-    at = tl.arange(0, plan.rows)[:, None] * count + mixer.coefficients + n[None, :]
-    inside = tl.full([plan.rows, 1], 1, tl.int1) & (n < N)[None, :]
-    b, c = tl.load(p + at, inside, other=0), tl.load(p + at + N, inside, other=0)
+def _activate(p, count, width, N, mixer: tl.constexpr, plan: tl.constexpr):
+    """b and c to unit length, delta = softplus(.) and the gate silu(.), in place."""
+    p += tl.arange(0, plan.rows)[:, None] * count + mixer.coefficients
+    n = tl.arange(0, plan.states)[None, :]
+    b, c = tl.load(p + n, n < N, other=0), tl.load(p + N + n, n < N, other=0)
     tl.debug_barrier()
-    tl.store(p + at, l2norm(b), inside)
-    tl.store(p + at + N, l2norm(c), inside)
+    tl.store(p + n, l2norm(b), n < N)
+    tl.store(p + N + n, l2norm(c), n < N)
+    p += 2 * N
+    for start in range(0, width // plan.head_size, plan.columns):
+        step = start + tl.arange(0, plan.columns)[None, :]
+        delta = tl.load(p + step, step < width // plan.head_size, other=0)
+        tl.debug_barrier()
+        tl.store(p + step, softplus(delta), step < width // plan.head_size)
+    if plan.gated:
+        p += width // plan.head_size
+        for start in range(0, width, plan.columns):
+            channel = start + tl.arange(0, plan.columns)[None, :]
+            z = tl.load(p + channel, channel < width, other=0)
+            tl.debug_barrier()
+            tl.store(p + channel, silu(z), channel < width)
 
 
 @triton.jit(noinline=True)
@@ -384,13 +395,13 @@ def _scan(
 ):  # fmt: skip
     """f = gate * (H c + D * mixed), not yet normed."""
     n = tl.arange(0, plan.states)
-    b_at: tl.constexpr = mixer.coefficients
-    delta_at, z_at = b_at + 2 * N, b_at + 2 * N + width // plan.head_size
-    blocks = tl.cdiv(width, plan.channels)
-    first, after = tile * plan.rows, (tile + 1) * plan.rows
+    in_b = mixer.coefficients + n
+    first, blocks = tile * plan.rows, tl.cdiv(width, plan.channels)
+    after = first + plan.rows
     for start in range(0, width, plan.channels):
         channel = start + tl.arange(0, plan.channels)
-        there = channel < width
+        there, in_delta = channel < width, mixer.coefficients + 2 * N + channel // plan.head_size
+        in_gate = mixer.coefficients + 2 * N + width // plan.head_size + channel
         present = there[:, None] & (n < N)[None, :]
         in_state = channel[:, None] * N + n[None, :]
         if plan.alike:
@@ -398,30 +409,34 @@ def _scan(
         else:
             rate = tl.load(A + in_state, present, other=0).to(COMPUTE) * _LOG2_E
         skip = tl.load(D + channel, there, other=0).to(COMPUTE)
+        sequence, t = first // length, first % length
+        live = tl.load(frozen + sequence) == 0
         H = tl.full([plan.channels, plan.states], 0, COMPUTE)
         flag = passed + tile * blocks + start // plan.channels
-        if first % length > 0:
-            if tl.load(frozen + first // length) == 0:
+        if (t > 0) & live:
+            seen = tl.atomic_add(flag - blocks, 0, sem="acquire")
+            while seen < iteration:
                 seen = tl.atomic_add(flag - blocks, 0, sem="acquire")
-                while seen < iteration:
-                    seen = tl.atomic_add(flag - blocks, 0, sem="acquire")
-                left = between + (tile - 1).to(tl.int64) * width * N + in_state
-                H = tl.load(left, present, other=0, cache_modifier=".cg")
-        for local in range(0, tl.minimum(plan.rows, total - first)):
-            row = first + local
-            if row % length == 0:
-                H = tl.load(state + (row // length).to(tl.int64) * width * N + in_state, present, other=0).to(COMPUTE)
-            coefficients = p + local * count
-            step = softplus(tl.load(coefficients + delta_at + channel // plan.head_size, there, other=0))
-            v = tl.load(mixed + local * width + channel, there, other=0)
-            b = tl.load(coefficients + b_at + n, n < N, other=0)
-            c = tl.load(coefficients + b_at + N + n, n < N, other=0)
+            left = between + (tile - 1).to(tl.int64) * width * N + in_state
+            H = tl.load(left, present, other=0, cache_modifier=".cg")
+        token, v_token, f_token = p, mixed, f + first.to(tl.int64) * width
+        for _ in range(0, tl.minimum(plan.rows, total - first)):
+            if t == 0:
+                live = tl.load(frozen + sequence) == 0
+                H = tl.load(state + sequence.to(tl.int64) * width * N + in_state, present, other=0).to(COMPUTE)
+            step, v = tl.load(token + in_delta, there, other=0), tl.load(v_token + channel, there, other=0)
+            b, c = tl.load(token + in_b, n < N, other=0), tl.load(token + N + in_b, n < N, other=0)
             H = tl.exp2(step[:, None] * rate) * H + (step * v)[:, None] * b[None, :]
             output = tl.sum(H * c[None, :], 1) + skip * v
             if plan.gated:
-                output *= silu(tl.load(coefficients + z_at + channel, there, other=0))
-            live = tl.load(frozen + row // length) == 0
-            tl.store(f + row.to(tl.int64) * width + channel, output, there & live)
+                output *= tl.load(token + in_gate, there, other=0)
+            tl.store(f_token + channel, output, there & live)
+            token += count
+            v_token += width
+            f_token += width
+            t += 1
+            if t == length:
+                t, sequence = 0, sequence + 1
         if (after < total) & (after % length > 0):
             tl.store(between + tile.to(tl.int64) * width * N + in_state, H, present)
             tl.debug_barrier()
