@@ -194,12 +194,12 @@ def test_a_fixed_count(training: bool) -> None:
 @pytest.mark.parametrize("cap", [1, 2, 4, 5])
 def test_a_cap(cap: int) -> None:
     """Also where the host looks, just before and just after."""
-    found = assert_same(problem_of(layer_of("H1"), length=2), cap, tolerance=1e-12)
+    found = assert_same(problem_of(layer_of("H1"), length=2), cap, tolerance=1e-12, damping=0.5)
     assert (found.status == Status.CAP_REACHED).all()
     assert found.iterations.tolist() == [cap] * 3
 
 
-@pytest.mark.parametrize("damping", [1.0, 0.3])
+@pytest.mark.parametrize("damping", [1.0, 0.9])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 def test_damping_with_patience(damping: float, training: bool) -> None:
     """A map that does not contract stalls: delta decays, for each sequence in its own iterations."""
@@ -213,7 +213,7 @@ def test_damping_with_patience(damping: float, training: bool) -> None:
 def test_absolute_tolerance() -> None:
     problem = problem_of(layer_of("H1", norm="none"), length=3)
     relative = assert_same(problem)
-    assert not torch.equal(relative.iterations, assert_same(problem, tolerance_kind="absolute").iterations)
+    assert not torch.equal(relative.residual, assert_same(problem, tolerance_kind="absolute").residual)
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("nan")], ids=["nan", "inf", "-nan"])
@@ -268,22 +268,30 @@ def test_the_host_looks_once_in_several_iterations(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(iteration, "_allowed", lambda batch, quantile: 0)  # compares numbers of the host
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "nonzero", "cpu", "numpy"):
         watch(name)
-    found = solve(problem, "triton", 9, False, tolerance=1e-12)
+    found = solve(problem, "triton", 9, False, tolerance=1e-12, damping=0.5)
     assert (len(launched), looks) == (9, ["item", "item"])
     launched.clear(), looks.clear()
     solve(problem, "triton", Cap(6, stop_early=False), True)
     assert (len(launched), looks) == (6, [])
+    assert found.iterations.max() == 9
     launched.clear()
-    solve(problem, "triton", 100, False, tolerance=1e-2)
-    assert len(launched) <= found.iterations.max() + iteration.AHEAD
+    found = solve(problem, "triton", 100, False, tolerance=1e-2)
+    assert 0 <= len(launched) - found.iterations.max() < iteration.AHEAD
 
 
-def test_many_sequences_settle() -> None:
-    """More than are settled at a time; tiles hold several."""
-    layer = layer_of(Householder(2, rank=1, a_max=0.5), state_size=1, contracting=False, norm="none")
-    problem = problem_of(layer, batch=1100, length=1)
-    found = assert_same(problem, 2, tolerance=0.5)
-    assert found.iterations.unique().numel() == 2
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
+def test_many_sequences_settle(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than are settled at a time; tiles hold several, and some are frozen as a whole."""
+    batch = 1100
+    if DEVICE == "cpu":
+        monkeypatch.setattr(iteration, "_SETTLED", type(iteration._SETTLED)(16))
+        batch = 70
+    layer = layer_of(Householder(2, rank=1, a_max=0.5), state_size=1, norm="none")
+    problem = problem_of(layer, batch=batch, length=1)
+    x = problem.x.clone()
+    x[:40], x[batch // 2 :: 2] = 0, 0
+    found = assert_same(dataclasses.replace(problem, x=x), 3, training, tolerance=1e-2, outlier_quantile=0.2)
+    assert training or found.iterations.unique().numel() > 1
 
 
 def test_what_is_not_to_be_had_is_refused() -> None:
@@ -316,7 +324,7 @@ def test_a_whole_model_is_the_same(model: str) -> None:
         experiment = tiny(*words, "precision=float32", "seed=1")
         whole = experiment.model.double().to(DEVICE).train()
         tokens = torch.randint(12, (2, 5), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        output = whole(tokens, Cap(8))[0]
+        output = whole(tokens, Cap(8)).logits
         output.square().sum().backward()
         found.append([output.detach(), *(p.grad for p in whole.parameters() if p.grad is not None)])
     assert len(found[0]) == len(found[1]) > 5
