@@ -239,9 +239,7 @@ def kronecker_factor(p, scratch, n: tl.constexpr, LANES: tl.constexpr, mixer: tl
     if mixer.by_rows:
         gram = l2norm(gram)
     else:
-        v = top_eigenvector(gram, LANES, mixer)
-        largest = tl.sum(v * tl.sum(gram * v[:, None, :], 2), 1)
-        gram = gram * (1 / (largest + _EPSILON))[:, None, None]
+        gram = gram * (1 / (largest_eigenvalue(gram, mixer) + _EPSILON))
     diagonal = tl.load(p[:, :, None] + i[None, :, :], (i < n)[None, :, :], other=0)
     return sigmoid(diagonal) * gram
 
@@ -257,21 +255,32 @@ def outer_products(a, b, count, LANES1: tl.constexpr, LANES2: tl.constexpr):
 
 
 @triton.jit
-def top_eigenvector(gram, LANES: tl.constexpr, mixer: tl.constexpr):
-    """Power iteration from the column of the largest diagonal entry, (rows, LANES)."""
-    i = tl.arange(0, LANES)
-    diagonal = tl.sum(tl.where((i[:, None] == i[None, :])[None, :, :], gram, 0), 2)
+def largest_eigenvalue(gram, mixer: tl.constexpr):
+    """v . gram v, (rows, 1, 1), of v by power iteration from the column of the largest diagonal entry.
+
+    gram v and v^T gram in turn, which are the same: a sum over one axis is laid out as the next product takes it.
+    """
+    LANES: tl.constexpr = gram.shape[1]
+    i, j = tl.arange(0, LANES)[None, :, None], tl.arange(0, LANES)[None, None, :]
+    diagonal = tl.sum(tl.where(i == j, gram, 0), 1)
     start = tl.argmax(diagonal, 1)
-    v = unit(tl.sum(tl.where(i[None, None, :] == start[:, None, None], gram, 0), 2))
-    for _ in range(mixer.power_iterations):
-        v = unit(tl.sum(gram * v[:, None, :], 2))
-    return v
+    v = unit(tl.sum(tl.where(i == start[:, None, None], gram, 0), 1, keep_dims=True), 2)
+    for _ in range(mixer.power_iterations // 2):
+        w = unit(tl.sum(gram * v, 2, keep_dims=True), 1)
+        v = unit(tl.sum(gram * w, 1, keep_dims=True), 2)
+    w = tl.sum(gram * v, 2, keep_dims=True)
+    if mixer.power_iterations % 2 == 0:
+        return tl.sum(w * tl.trans(v, (0, 2, 1)), 1, keep_dims=True)
+    else:
+        w = unit(w, 1)
+        v = tl.sum(gram * w, 1, keep_dims=True)
+        return tl.sum(v * tl.trans(w, (0, 2, 1)), 2, keep_dims=True)
 
 
 @triton.jit
-def unit(v):
+def unit(v, AXIS: tl.constexpr):
     """v / max(|v|, tiny)"""
-    length = tl.sqrt(tl.sum(v * v, 1, keep_dims=True))
+    length = tl.sqrt(tl.sum(v * v, AXIS, keep_dims=True))
     return v * (1 / tl.maximum(length, _TINY))
 
 
