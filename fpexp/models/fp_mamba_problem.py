@@ -169,7 +169,7 @@ class FPMambaProblem:
         """Return the token map at y, (B, 1, d)."""
         return self.normalise(token.terms.gate, token.base + token.g * self.mix(token.terms, y))
 
-    def sweep(self, settings: SweepSettings) -> SweepResult | None:
+    def sweep(self, settings: SweepSettings, backend: str = "auto") -> SweepResult | None:
         """Solve all tokens by a fused kernel, where there is one for this mixer and device."""
         norm = self.norm
         bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
@@ -186,7 +186,7 @@ class FPMambaProblem:
             mask=self.mask,
             keep=self.keep and self.mask is None and self.from_x.requires_grad,
         )
-        return sweep(terms, self.form, settings)
+        return sweep(terms, self.form, settings, backend)
 
     def state_after(self, swept: SweepResult) -> State:
         """Return the state after a sweep, which holds on to nothing else of it."""

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fpexp.ops.backend import say_once
 from fpexp.ops.fixed_point_sweep import SweepTerms
 from fpexp.ops.launch.triton import COMPUTE, Launch
 from fpexp.ops.mixers import MixerForm
@@ -42,8 +43,8 @@ _STATE = 8192
 _STATE_BLOCK = 8192
 """Numbers of the states that are read at a time, where they do not."""
 
-_COLUMNS, _DEPTH = 128, 64
-"""Of a block of weights: 32 KB in float32, a few of which are on their way at a time."""
+_COLUMNS, _DEPTH = 64, 32
+"""Of a block of weights: 8 KB in float32, four of which are on their way at a time."""
 
 _EPSILON = tl.constexpr(1e-6)  # of `fpexp.fixed_point.iterate`
 _UNCONVERGED, _CAP_REACHED = tl.constexpr(int(Status.UNCONVERGED)), tl.constexpr(int(Status.CAP_REACHED))
@@ -51,15 +52,18 @@ _DIVERGED, _NON_FINITE = tl.constexpr(int(Status.DIVERGED)), tl.constexpr(int(St
 _CONVERGED = tl.constexpr(int(Status.CONVERGED))
 
 
-def fits(terms: SweepTerms, form: MixerForm) -> bool:
-    """Tell whether the kernel takes a layer of this width and mixer."""
-    mixer = Mixer.of(form, terms.columns, terms.x.shape[2])
-    return mixer.fits and mixer.lanes <= _VECTOR
-
-
 @torch.no_grad()
-def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepResult:
-    """Solve all tokens in order; `known` is left out. What is not contiguous is copied."""
+def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepResult | None:
+    """Solve all tokens in order, or return None where a token's numbers would overflow the registers of a program.
+
+    `SweepResult.known` is left out. What is not contiguous is copied.
+    """
+    mixer = Mixer.of(form, terms.columns, terms.x.shape[2])
+    if not mixer.fits or mixer.lanes > _VECTOR:
+        say_once(
+            f"backend=triton has no sweep for {form} at an inner width of {terms.x.shape[2]}: it is solved in torch"
+        )
+        return None
     result, launch = prepare(terms, form, settings)
     launch.run()
     return result
@@ -227,7 +231,7 @@ def _solve(
         if GATED:
             f = gate * f
         if norm_weight is not None:
-            f = normalise(f, there, norm_weight, norm_bias, width, NORM_EPSILON, norm_bias is not None)
+            f = normalise(f, there, norm_weight, norm_bias, width, NORM_EPSILON)
         difference, size = _largest(f, y)
         if settings.relative:
             difference = difference / tl.maximum(size, _EPSILON)

@@ -35,6 +35,7 @@ _TINY = tl.constexpr(1e-15)
 _LARGEST_FACTOR = 128
 """Rows of a Kronecker factor at most: its numbers are in registers while it is made."""
 
+STAGES = tl.constexpr(5)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter multiplies the bits of bfloat16 numbers, as if they were integers."""
 
@@ -140,12 +141,13 @@ def channels_of(mixer: tl.constexpr):
 
 
 @triton.jit
-def normalise(f, there, weight, bias, width, epsilon, CENTRED: tl.constexpr):
-    """LayerNorm, or RMSNorm where not CENTRED, of a tile (rows, lanes); weight and bias (lanes) are 0 at padding."""
-    if CENTRED:
+def normalise(f, there, weight, bias, width, epsilon):
+    """LayerNorm, or RMSNorm where bias is None, of a tile (rows, lanes); weight and bias (lanes) are 0 at padding."""
+    if bias is not None:
         f = tl.where(there[None, :], f - tl.sum(f, 1, keep_dims=True) / width, 0)
     scale = 1 / tl.sqrt(tl.sum(f * f, 1, keep_dims=True) / width + epsilon)
-    return f * scale * weight[None, :] + bias[None, :]
+    f = f * scale * weight[None, :]
+    return f if bias is None else f + bias[None, :]
 
 
 # Coefficients.
@@ -177,7 +179,7 @@ def add_from_s(
         there = inside & (column < count)[None, :]
         total = tl.load(from_x + column[None, :], there, other=0).to(p.dtype.element_ty)
         if tl.max(source, 0) >= 0:
-            for k in range(0, width, DEPTH):
+            for k in tl.range(0, width, DEPTH, num_stages=STAGES):
                 channel = k + tl.arange(0, DEPTH)
                 in_weight = source[None, :] * width + channel[:, None]
                 rows = tl.load(s + channel[None, :], inside & (channel < width)[None, :], other=0)
