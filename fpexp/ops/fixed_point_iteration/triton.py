@@ -29,11 +29,11 @@ operations a clock each), for M = B T tokens, C columns of from_x, S of them wit
 In microseconds an iteration of Householder r = 1 in bfloat16, predicted, not measured:
 
     size                              memory  tensor cores  exp2  weights from L2  the tiles' chain  predicted
-    cpu    B 256, T 16, d 128             2         0          2          1               -           25 to 40
-    gpu    B 64, T 1024, d 512          157        46        149        208             150         700 to 1000
+    cpu    B 256, T 16, d 128             3         0          2          1               -           25 to 40
+    gpu    B 64, T 1024, d 512          157        46        149        208             160         700 to 1000
     words  B 512, T 16, d 1024           39        22         37        100               -          300 to 500
     paper  B 2, T 2048, d 2048 (gate)    43        88         37        390             350         800 to 1000
-    copy   B 128, T 128, d 2048, N 32   156       141        298        790              60        1800 to 2500
+    copy   B 128, T 128, d 2048, N 32   156       180        298        805             100        1800 to 2500
 
 The chain is T / 32 + d / channels blocks of 32 tokens, some 150 clocks a token and 2 us to hand over; it hides behind
 other sequences where there are many. Weights from L2 cost most: their floor falls with more rows in a tile, whose
@@ -89,8 +89,8 @@ _REGISTERS = 128
 """Of a thread at most, so that a multiprocessor has room for two programs, one of which loads while the other computes.
 
 Each stage is a function of its own to the compiler, which else lets all of them together have twice as many. Where
-these would spill (products of float32 weights and large factors do), a program has what it wants, and the multiprocessor
-for itself.
+these would spill (products of float32 weights and large factors do), a program has as many as it wants, and the
+multiprocessor for itself.
 """
 
 _LARGE = 1024
@@ -118,7 +118,7 @@ class Plan:
     """What is known when a kernel is compiled: sizes of tiles, the form of f, and the rules of damping and stopping.
 
     `group` rows are mixed at a time, `channels` x `states` is a block of the state, `columns` x `depth` one of the
-    weight. `centred`: LayerNorm, else RMSNorm, None: no norm. `alike`: A is the same for all N.
+    weight. `alike`: A is the same for all N.
     """
 
     rows: int
@@ -130,7 +130,6 @@ class Plan:
     head_size: int
     alike: bool
     gated: bool
-    centred: bool | None
     epsilon: float
     precision: str
     tolerance: float
@@ -160,7 +159,6 @@ class Plan:
             head_size=width // terms.columns.sizes[3],
             alike=terms.A.shape[1] == 1,
             gated=terms.columns.sizes[4] > 0,
-            centred=None if terms.norm is None else terms.norm[1] is not None,
             epsilon=0.0 if terms.norm is None else terms.norm[2],
             precision=precision(terms.x.dtype),
             tolerance=settings.tolerance,
@@ -486,12 +484,13 @@ def _close(
         inside = live[:, None] & there[None, :]
         at = row.to(tl.int64)[:, None] * width + channel[None, :]
         f_tile = tl.load(f + at, inside, other=0)
-        if plan.centred is not None:
+        if norm_weight is not None:
             gain = tl.load(norm_weight + channel, there, other=0).to(COMPUTE)
-            shift = tl.zeros_like(gain)
-            if plan.centred:
+            if norm_bias is None:
+                f_tile = normalise(f_tile, there, gain, None, width, plan.epsilon)
+            else:
                 shift = tl.load(norm_bias + channel, there, other=0).to(COMPUTE)
-            f_tile = normalise(f_tile, there, gain, shift, width, plan.epsilon, plan.centred)
+                f_tile = normalise(f_tile, there, gain, shift, width, plan.epsilon)
             tl.debug_barrier()
             tl.store(f + at, f_tile, inside)
         change = f_tile - tl.load(y + at, inside, other=0)
