@@ -270,7 +270,8 @@ def test_the_host_looks_once_in_several_iterations(monkeypatch: pytest.MonkeyPat
         watch(name)
     found = solve(problem, "triton", 9, False, tolerance=1e-12, damping=0.5)
     assert (len(launched), looks) == (9, ["item", "item"])
-    launched.clear(), looks.clear()
+    launched.clear()
+    looks.clear()
     solve(problem, "triton", Cap(6, stop_early=False), True)
     assert (len(launched), looks) == (6, [])
     assert found.iterations.max() == 9
@@ -303,6 +304,12 @@ def test_what_is_not_to_be_had_is_refused() -> None:
     with pytest.raises(UserError, match=r"solver\.backend=triton: no fused iteration.*use solver\.backend=auto"):
         solve(problem, "triton", 3, False)
     assert_close(solve(problem, "auto", 3, False).value, solve(problem, "reference", 3, False).value)
+
+
+def test_a_factor_that_no_program_holds_is_left_to_torch() -> None:
+    problem = problem_of(layer_of(Kronecker(2 * 131, a_max=0.5, normalise="rows"), state_size=1), batch=1, length=1)
+    with pytest.raises(UserError, match="no fused iteration"):
+        solve(problem, "triton", 1, False)
 
 
 def test_without_a_gpu_triton_is_refused_and_auto_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
