@@ -37,11 +37,13 @@ _ROWS = 4
 _VECTOR = 4096
 """Numbers that the program's vectors over channels have at most, of which ten are in registers at a time."""
 
-_STATE = 8192
-"""Numbers of the program's states at most, where these stay in registers."""
+_LARGEST = 16384
+"""Numbers of a vector or a Kronecker factor at most; above `_VECTOR` registers spill."""
 
-_STATE_BLOCK = 8192
-"""Numbers of the states that are read at a time, where they do not."""
+_STATE = 8192
+"""Numbers of the program's states that stay in registers at most; of more, as many are read at a time."""
+
+_WARPS = 8
 
 _COLUMNS, _DEPTH = 64, 32
 """Of a block of weights: 8 KB in float32, four of which are on their way at a time."""
@@ -59,7 +61,7 @@ def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepR
     `SweepResult.known` is left out. What is not contiguous is copied.
     """
     mixer = Mixer.of(form, terms.columns, terms.x.shape[2])
-    if not mixer.fits or mixer.lanes > _VECTOR:
+    if mixer.largest > _LARGEST:
         say_once(
             f"backend=triton has no sweep for {form} at an inner width of {terms.x.shape[2]}: it is solved in torch"
         )
@@ -75,22 +77,21 @@ def launches(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> dic
 
 
 class Plan(NamedTuple):
-    """How many sequences a program takes, by how many warps, and how many channels of a state at a time.
+    """How many sequences a program takes, and how many channels of their states at a time.
 
     `block` is None where the states stay in registers.
     """
 
     rows: int
-    warps: int
     block: int | None
 
     @classmethod
-    def of(cls, lanes: int, states: int) -> Plan:
-        """Return the plan for vectors of `lanes` and states of as many times `states` numbers."""
-        rows = max(1, min(_ROWS, _VECTOR // lanes))
-        numbers = rows * lanes * states
+    def of(cls, mixer: Mixer, states: int) -> Plan:
+        """Return the plan for a mixer and `states` numbers of a state to a lane."""
+        rows = max(1, min(_ROWS, _VECTOR // mixer.largest))
+        numbers = rows * mixer.lanes * states
         on_chip = numbers <= _STATE
-        return cls(rows, 8, None if on_chip else max(1, _STATE_BLOCK // (rows * states)))
+        return cls(rows, None if on_chip else max(1, _STATE // (rows * states)))
 
 
 def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tuple[SweepResult, Launch]:
@@ -98,7 +99,7 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
     batch, length, width = terms.x.shape
     N, (count, steps) = terms.H.shape[2], (terms.from_x.shape[2], terms.columns.sizes[3])
     mixer = Mixer.of(form, terms.columns, width)
-    plan = Plan.of(mixer.lanes, triton.next_power_of_2(N))
+    plan = Plan.of(mixer, triton.next_power_of_2(N))
     dtype = torch.float64 if terms.x.dtype == torch.float64 else torch.float32
     programs = triton.cdiv(batch, plan.rows)
 
@@ -137,7 +138,7 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
         "vector": None if plan.block is None else room(programs * plan.rows, width),
     }
     sizes = {"batch": batch, "length": length, "width": width, "N": N, "count": count, "steps": steps}
-    sizes |= {"rates": terms.A.shape[1], "factor_room": mixer.factor_room, "nothing": 0}
+    sizes |= {"rates": terms.A.shape[1], "factor_room": mixer.factor_room}
     constants = {
         "mixer": mixer,
         "settings": settings,
@@ -151,7 +152,7 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
         "COMPUTE": COMPUTE.get(dtype, tl.float32),
         "PRECISION": precision(dtype),
     }
-    return result, Launch(_sweep, programs, plan.warps, {**arguments, **sizes, **constants})
+    return result, Launch(_sweep, programs, _WARPS, {**arguments, **sizes, **constants})
 
 
 # Kernels. Places of a sequence or token are 64-bit, places inside it are 32-bit. Lanes and sequences that are not there
@@ -214,11 +215,11 @@ def _largest(f, y):
 
 @triton.jit
 def _solve(
-    factors, x, base, g, gate, solving, there, norm_weight, norm_bias, width, nothing, NORM_EPSILON: tl.constexpr,
+    factors, x, base, g, gate, solving, present, there, norm_weight, norm_bias, width, NORM_EPSILON: tl.constexpr,
     mixer: tl.constexpr, settings: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Iterate y = norm(gate (base + g mixed)), mixed = Q (x - y) + y, from 0; rows stop one by one."""
-    y, mixed = tl.zeros_like(x), tl.zeros_like(x)
+    y, mixed = tl.zeros_like(base), tl.zeros_like(base)
     residual = tl.sum(y, 1)
     best, step, stalled = residual + float("inf"), residual + settings.damping, tl.zeros_like(solving).to(tl.int32)
     iterations, status = stalled + 1, stalled + _CONVERGED
@@ -226,7 +227,8 @@ def _solve(
     left = tl.sum(going.to(tl.int32), 0)
     while left > 0:
         iteration += 1
-        mixed = apply(factors + iteration * nothing, x - y, mixer) + y
+        x_t = tl.load(x, present, other=0).to(y.dtype)
+        mixed = apply(factors, x_t - y, mixer) + y
         f = base + g * mixed
         if GATED:
             f = gate * f
@@ -256,10 +258,10 @@ def _solve(
     return y, mixed, iterations, residual, status
 
 
-@triton.jit(do_not_specialize=["nothing"])
+@triton.jit
 def _sweep(
     from_x, weight, x, A, D, norm_weight, norm_bias, carried, mask, H, value, iterations, residual, status,
-    p, factors, s, vector, batch, length, width, N, count, steps, rates, factor_room, nothing,
+    p, factors, s, vector, batch, length, width, N, count, steps, rates, factor_room,
     mixer: tl.constexpr, settings: tl.constexpr, NORM_EPSILON: tl.constexpr, ROWS: tl.constexpr, STATES: tl.constexpr,
     BLOCK: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
@@ -278,11 +280,7 @@ def _sweep(
         state = tl.load(H + sequence[:, None, None] * width * N + in_state, state_present, other=0)
     tl.debug_barrier()
 
-    for t in range(length):
-        again = t * nothing
-        sequence = program * ROWS + again + tl.arange(0, ROWS)
-        exists = sequence < batch
-        present = exists[:, None] & real[None, :]
+    for t in tl.range(length, disable_licm=True):
         p_t = p + sequence[:, None] * count
         s_t = s + sequence[:, None] * width
         factors_t = factors + sequence[:, None] * factor_room
@@ -298,16 +296,15 @@ def _sweep(
         b = _unit(p_t, mixer.coefficients, n, N, solving)
         c = _unit(p_t, mixer.coefficients + N, n, N, solving)
         delta = _step(p_t, channel, real, solving, steps, width, N, mixer)
-        skip = tl.load(D + again + channel, real, other=0).to(COMPUTE)
+        skip = tl.load(D + channel, real, other=0).to(COMPUTE)
         g = tl.sum(b * c, 1)[:, None] * delta + skip[None, :]
-        x_t = tl.load(x + at[:, None] * width + channel[None, :], present, other=0).to(COMPUTE)
-        gate = x_t
+        gate = g
         if GATED:
             z = tl.load(p_t + mixer.coefficients + 2 * N + steps + channel[None, :], real[None, :], other=0)
             gate = silu(z)
         vector_t = vector
         if BLOCK is None:
-            state = _decay(delta, A + again, channel, real, n, N, rates) * state
+            state = _decay(delta, A, channel, real, n, N, rates) * state
             base = tl.sum(state * c[:, None, :], 2)
         else:
             vector_t = vector + sequence[:, None] * width
@@ -319,11 +316,11 @@ def _sweep(
             base = tl.load(vector_t + channel[None, :], present, other=0)
         scale, shift = norm_weight, norm_bias
         if norm_weight is not None:
-            scale = tl.load(norm_weight + again + channel, real, other=0).to(COMPUTE)
+            scale = tl.load(norm_weight + channel, real, other=0).to(COMPUTE)
         if norm_bias is not None:
-            shift = tl.load(norm_bias + again + channel, real, other=0).to(COMPUTE)
+            shift = tl.load(norm_bias + channel, real, other=0).to(COMPUTE)
         y, mixed, done, left, code = _solve(
-            factors_t, x_t, base, g, gate, solving, real, scale, shift, width, nothing, NORM_EPSILON, mixer, settings, GATED
+            factors_t, x + at[:, None] * width + channel[None, :], base, g, gate, solving, present, real, scale, shift, width, NORM_EPSILON, mixer, settings, GATED
         )  # fmt: skip
         delta = _step(p_t, channel, real, solving, steps, width, N, mixer)
         write = tl.where(solving[:, None], delta * mixed, 0)

@@ -32,10 +32,9 @@ _EPSILON = tl.constexpr(EPSILON)
 _TINY = tl.constexpr(1e-15)
 """As in `fpexp.channel_mixers.kronecker`."""
 
-_LARGEST_FACTOR = 128
-"""Rows of a Kronecker factor at most: its numbers are in registers while it is made."""
-
 STAGES = tl.constexpr(5)
+"""Of the pipeline of weights: one block less is on its way while one is multiplied."""
+
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter multiplies the bits of bfloat16 numbers, as if they were integers."""
 
@@ -91,9 +90,9 @@ class Mixer:
         return self.size * self.lanes + self.size
 
     @property
-    def fits(self) -> bool:
-        """Whether a program can hold a factor."""
-        return self.kind != _KINDS["kronecker"] or self.lanes2 <= _LARGEST_FACTOR
+    def largest(self) -> int:
+        """How many numbers the largest tile of a token is: a vector, or a Kronecker factor while it is made."""
+        return max(self.lanes, self.lanes2**2) if self.kind == _KINDS["kronecker"] else self.lanes
 
 
 def precision(compute: torch.dtype) -> str:
