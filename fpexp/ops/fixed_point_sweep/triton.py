@@ -1,6 +1,34 @@
-"""The sequential sweep in Triton: a program takes a few sequences through all their tokens.
+"""The sequential sweep in Triton: a program takes a few sequences through all their tokens, with one launch for all.
 
-Docstring to come.
+Of a token, what s = y_{t-1} contributes is a product of the program's sequences with all weights, block after block;
+then factors, b, c, Delta and the decayed states; then the token's equation is iterated, as often as the slowest
+sequence of the program needs, each stopping by itself; then y is written into the states. Sums run along one sequence,
+and how many sequences a program has depends on the layer alone: a result depends on no other sequence.
+
+Where what lies: vectors over channels are in registers, coefficients and factors in memory of the program's own (tens
+of KB, which the first cache keeps). The states are in registers up to `_STATE` numbers for all sequences of a program
+(d N = 2048 for four); above that they go by in blocks, read twice and written once a token, from the first cache or L2.
+The weights are not pinned: where they have less than some 150 KB (d 128) they stay in an SM's first cache (256 KB with
+shared memory), above that every program streams them from L2 (50 MB) for each token. So it pays to have several
+sequences in a program, and more than to hold their states, which are smaller: at d 1024, N 16, K, a token reads 4.7 MB
+of float32 weights, and 0.8 MB for four states.
+
+Roofline for an H200, float32 (bfloat16 projections in brackets). From memory, 4.3 TB/s: from_x, x and y once and H
+twice; on tensor cores 2 B T R d operations for R rows of weights (790 TFLOP/s bfloat16, a tenth of that in three tf32):
+
+                                        memory   tensor cores   weights   programs   weights through L2
+    cpu    B 256 T 16   d 128  N 16 K   3.3 us   3 us           117 KB    64         first cache
+    gpu    B 64  T 1024 d 512  N 16 K   140 us   0.6 ms         1.5 MB    16         14 us a token
+    paper  B 512 T 16   d 1024 N 16 K   48 us    0.2 ms         4.7 MB    128        110 us a token
+           B 512 T 16   d 1024 N 16 H2  68 us    0.4 ms         8.5 MB    128        200 us a token
+    copy   B 128 T 256  d 2048 N 32 K   0.3 ms   4.7 ms         23 MB     128        530 us a token
+
+with 5.5 TB/s of L2 for all SMs and 64 bytes a clock for one (both assumed). The tokens' order is what costs: a token
+waits for some 20 barriers and loads (3 us; spectral K 8 us more for its power iteration), an iteration for 10 (0.5 to
+1 us; K 1 to 4 us, d (d1 + d2) products a sequence without tensor cores). With 5 iterations a token, predicted: cpu 0.25
+ms (0.25), gpu 35 ms (28), paper K 2.4 ms (1.5), H2 3.4 ms (1.8), copy 150 ms (85). Not measured yet. At paper widths
+the weights dominate, and a launch for each token, with one product for the whole batch, would read them once: some 15
+us a token. That is not built.
 """
 
 from __future__ import annotations
@@ -56,15 +84,13 @@ _CONVERGED = tl.constexpr(int(Status.CONVERGED))
 
 @torch.no_grad()
 def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepResult | None:
-    """Solve all tokens in order, or return None where a token's numbers would overflow the registers of a program.
+    """Solve all tokens in order, or return None where one token is more than a program can hold.
 
     `SweepResult.known` is left out. What is not contiguous is copied.
     """
     mixer = Mixer.of(form, terms.columns, terms.x.shape[2])
     if mixer.largest > _LARGEST:
-        say_once(
-            f"backend=triton has no sweep for {form} at an inner width of {terms.x.shape[2]}: it is solved in torch"
-        )
+        say_once(f"backend=triton has no sweep for {form} at an inner width of {terms.x.shape[2]}: torch solves it")
         return None
     result, launch = prepare(terms, form, settings)
     launch.run()
@@ -155,8 +181,9 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
     return result, Launch(_sweep, programs, _WARPS, {**arguments, **sizes, **constants})
 
 
-# Kernels. Places of a sequence or token are 64-bit, places inside it are 32-bit. Lanes and sequences that are not there
-# are 0 throughout, but for coefficients and factors of the latter, which are never asked for.
+# Kernels. Places of a sequence or token are 64-bit, places inside it are 32-bit. Lanes that are not there are 0
+# throughout; sequences that are not there are computed from whatever lies in memory, and nothing is written of them.
+# What does not change in the loop over tokens is computed again for each: kept, it would fill the registers.
 
 
 @triton.jit
@@ -193,7 +220,7 @@ def _walk_states(
         there = channel < width
         present = exists[:, None] & there[None, :]
         state_present = present[:, :, None] & (n < N)[None, None, :]
-        in_row = vector + channel[None, :]
+        in_row = vector + sequence[:, None] * width + channel[None, :]
         in_state = H + sequence[:, None, None] * width * N + (channel[:, None] * N + n[None, :])[None, :, :]
         step = _step(p, channel, there, solving, steps, width, N, mixer)
         state = _decay(step, A, channel, there, n, N, rates) * tl.load(in_state, state_present, other=0)
@@ -258,13 +285,13 @@ def _solve(
     return y, mixed, iterations, residual, status
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "length"])
 def _sweep(
     from_x, weight, x, A, D, norm_weight, norm_bias, carried, mask, H, value, iterations, residual, status,
     p, factors, s, vector, batch, length, width, N, count, steps, rates, factor_room,
     mixer: tl.constexpr, settings: tl.constexpr, NORM_EPSILON: tl.constexpr, ROWS: tl.constexpr, STATES: tl.constexpr,
-    BLOCK: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, STATES)
@@ -274,22 +301,20 @@ def _sweep(
     present = exists[:, None] & real[None, :]
     state_present = present[:, :, None] & (n < N)[None, None, :]
     in_state = (channel[:, None] * N + n[None, :])[None, :, :]
-    first_s = s + sequence[:, None] * width + channel[None, :]
-    tl.store(first_s, tl.load(carried + sequence[:, None] * width + channel[None, :], present, other=0), present)
+    in_row = sequence[:, None] * width + channel[None, :]
+    tl.store(s + in_row, tl.load(carried + in_row, present, other=0), present)
     if BLOCK is None:
         state = tl.load(H + sequence[:, None, None] * width * N + in_state, state_present, other=0)
     tl.debug_barrier()
 
     for t in tl.range(length, disable_licm=True):
-        p_t = p + sequence[:, None] * count
-        s_t = s + sequence[:, None] * width
-        factors_t = factors + sequence[:, None] * factor_room
         at = sequence * length + t
         solving = exists
         if mask is not None:
             solving = exists & (tl.load(mask + at, exists, other=0) != 0)
-        x_row = from_x + at[:, None] * count
-        add_from_s(x_row, s_t, weight, p_t, exists[:, None], count, width, mixer, COLUMNS, DEPTH, PRECISION)
+        p_t, factors_t = p + sequence[:, None] * count, factors + sequence[:, None] * factor_room
+        x_t, s_t = from_x + at[:, None] * count, s + sequence[:, None] * width
+        add_from_s(x_t, s_t, weight, p_t, exists[:, None], count, width, mixer, COLUMNS, DEPTH, PRECISION)
         tl.debug_barrier()
         make_factors(p_t, factors_t, mixer)
         tl.debug_barrier()
@@ -302,42 +327,38 @@ def _sweep(
         if GATED:
             z = tl.load(p_t + mixer.coefficients + 2 * N + steps + channel[None, :], real[None, :], other=0)
             gate = silu(z)
-        vector_t = vector
         if BLOCK is None:
             state = _decay(delta, A, channel, real, n, N, rates) * state
             base = tl.sum(state * c[:, None, :], 2)
         else:
-            vector_t = vector + sequence[:, None] * width
             _walk_states(
-                H, A, p_t, vector_t, c, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES,
-                False,
+                H, A, p_t, vector, c, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES, False
             )  # fmt: skip
             tl.debug_barrier()
-            base = tl.load(vector_t + channel[None, :], present, other=0)
+            base = tl.load(vector + in_row, present, other=0)
         scale, shift = norm_weight, norm_bias
         if norm_weight is not None:
             scale = tl.load(norm_weight + channel, real, other=0).to(COMPUTE)
         if norm_bias is not None:
             shift = tl.load(norm_bias + channel, real, other=0).to(COMPUTE)
+        in_token = at[:, None] * width + channel[None, :]
         y, mixed, done, left, code = _solve(
-            factors_t, x + at[:, None] * width + channel[None, :], base, g, gate, solving, present, real, scale, shift, width, NORM_EPSILON, mixer, settings, GATED
+            factors_t, x + in_token, base, g, gate, solving, present, real, scale, shift, width, NORM_EPSILON,
+            mixer, settings, GATED,
         )  # fmt: skip
-        delta = _step(p_t, channel, real, solving, steps, width, N, mixer)
+        delta = _step(p_t, channel, real, solving, steps, width, N, mixer)  # again: registers were short meanwhile
         write = tl.where(solving[:, None], delta * mixed, 0)
         if BLOCK is None:
-            b = _unit(p_t, mixer.coefficients, n, N, solving)
             state += write[:, :, None] * b[:, None, :]
         else:
             tl.debug_barrier()
-            tl.store(vector_t + channel[None, :], write, present)
+            tl.store(vector + in_row, write, present)
             tl.debug_barrier()
-            b = _unit(p_t, mixer.coefficients, n, N, solving)
             _walk_states(
-                H, A, p_t, vector_t, b, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES,
-                True,
+                H, A, p_t, vector, b, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES, True
             )  # fmt: skip
-        tl.store(value + at[:, None] * width + channel[None, :], y, present)
-        tl.store(s_t + channel[None, :], y, present)
+        tl.store(value + in_token, y, present)
+        tl.store(s + in_row, y, present)
         tl.store(iterations + at, done, exists)
         tl.store(residual + at, left, exists)
         tl.store(status + at, code, exists)
