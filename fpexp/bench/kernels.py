@@ -8,6 +8,7 @@ multiprocessor, the target that nothing spills from registers to local memory. N
     gpu    language on one GPU: B 64, T 1024, d 512, N 16
     paper  language as in the paper: B 2, T 2048, d 2048, N 16
     copy   copying as in the paper: B 128, T 128, d 2048, N 32
+    long   one long sequence, where the scans cut time into pieces: B 1, T 16384, d 1024, N 16
 
 Roofline: nothing is computed here; the docstring of each backend has that of its kernels, and how many programs it
 wants on a multiprocessor. Registers (65536 a multiprocessor) and shared memory say how many there is room for.
@@ -68,6 +69,7 @@ SCALES = {
     "gpu": Shape(64, 1024, 512, 16),
     "paper": Shape(2, 2048, 2048, 16),
     "copy": Shape(128, 128, 2048, 32),
+    "long": Shape(1, 16384, 1024, 16),
 }
 
 OPS = ("diagonal_scan", "selective_scan", "ssd")

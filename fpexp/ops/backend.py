@@ -23,10 +23,7 @@ _FUSED = {"cpu": "cpu", "cuda": "triton"}
 _COMPILER = {"cpu": "numba", "triton": "triton"}
 """The package that a backend needs."""
 
-_UNTRIED = {
-    ("ssd", "triton"): "has yet to be measured (it spills registers on sm_80 and does not compile for sm_100)",
-    ("fixed_point_iteration", "triton"): "has yet to be tried on a GPU: its programs wait for each other",
-}
+_UNTRIED = {("fixed_point_iteration", "triton"): "has yet to be tried on a GPU: its programs wait for each other"}
 """Backends that are used when asked for only."""
 
 _auto_is_reference = False

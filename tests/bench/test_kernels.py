@@ -13,13 +13,16 @@ from fpexp.bench import kernels
 from fpexp.bench.context import Context, child_environment
 from fpexp.errors import UserError
 
+NO_REGISTER_FREE = ("diagonal_scan backward, bfloat16", "selective_scan backward, bfloat16")
+"""Ten registers spill on one GPU or another."""
+
 
 def test_kernels_fit_a_gpu(tmp_path: Path) -> None:
-    """Hopper without a spill; the least of shared memory, Ampere's. In a child: the interpreter has no kernels."""
+    """Without a spill, at scales that differ in their kernels. In a child: the interpreter has no kernels."""
     pytest.importorskip("triton")
     environment = child_environment()
     environment.pop("TRITON_INTERPRET", None)
-    words = ["bench", "kernels", "scales=[paper,copy]", "architectures=[90]", f"results_dir={tmp_path}"]
+    words = ["bench", "kernels", "scales=[cpu,long]", f"results_dir={tmp_path}"]
     child = subprocess.run(
         [sys.executable, "-m", "fpexp", *words], env=environment, capture_output=True, text=True, check=False
     )
@@ -27,19 +30,18 @@ def test_kernels_fit_a_gpu(tmp_path: Path) -> None:
     (file,) = Path(tmp_path, "bench").iterdir()
     rows = json.loads(file.read_text())["contenders"]
     assert {row["contender"].split()[0] for row in rows} == set(kernels.OPS)
-    assert len(rows) == 2 * 2 * (2 + 2 + 7)
+    assert len(rows) == 3 * 2 * ((2 + 2 + 8) + (6 + 6 + 8))
     for row in rows:
         numbers = row["numbers"]
-        spills = row["contender"].startswith("ssd") and row["contender"].endswith("float32")  # three products for one
-        assert row["met"] or spills, row
+        most = 40 if row["contender"] in NO_REGISTER_FREE else 0
+        assert numbers["spilled_bytes"] <= most, row
         assert 0 < numbers["registers"] <= 255
-        assert numbers["shared_bytes"] <= kernels.SHARED[80], row
 
 
 def test_an_interpreter_has_no_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     found = list(kernels.contenders(kernels.Sizes(), Context("", 1, tmp_path)))
-    assert len(found) == 4 * 3 * 2 * 3
+    assert len(found) == 5 * 3 * 2 * 3
     assert all("TRITON_INTERPRET is set" in contender.missing for contender in found)
 
 

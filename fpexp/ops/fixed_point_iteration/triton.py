@@ -94,11 +94,11 @@ these would spill (products of float32 weights and large factors do), a program 
 multiprocessor for itself.
 """
 
-_LANES = 8192
-"""Of a token's channels at most: 32 a thread, of several vectors."""
+_LARGEST = 8192
+"""Numbers of a token's channels or of a Kronecker factor at most: 32 a thread, of several at a time."""
 
-_LARGE = 1024
-"""Numbers of a Kronecker factor that spill."""
+_PAIRED = 1024
+"""Numbers of a Kronecker factor at most where two programs have room; more would spill."""
 
 _MULTIPROCESSORS = 132
 """Where there is no GPU to ask: an H200's."""
@@ -152,7 +152,7 @@ class Plan:
         N = terms.H.shape[-1]
         rows = max(_LEAST, min(_ROWS, triton.next_power_of_2(batch * length)))
         states = triton.next_power_of_2(N)
-        numbers = max(mixer.lanes, 2 * mixer.lanes2**2 if mixer.lanes1 > 1 else 0)
+        numbers = mixer.largest if mixer.lanes1 == 1 else 2 * mixer.largest
         return cls(
             rows=rows,
             group=max(1, min(rows, _TILE // numbers)),
@@ -183,7 +183,7 @@ def iterate(terms: SweepTerms, form: MixerForm, settings: IterationSettings) -> 
     None, and said once, where a program could not hold a token's channels or a factor of its mixer.
     """
     mixer = Mixer.of(form, terms.columns, terms.x.shape[2])
-    if not mixer.fits or mixer.lanes > _LANES:
+    if mixer.largest > _LARGEST:
         say_once(f"backend=triton has no iteration for {form} at an inner width of {terms.x.shape[2]}: it is in torch")
         return None
     launch, result, stopped = prepare(terms, form, settings)
@@ -211,7 +211,7 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: IterationSettings) -> 
     dtype = torch.float64 if terms.x.dtype == torch.float64 else torch.float32
     bits = torch.int64 if dtype == torch.float64 else torch.int32
     tiles, blocks = triton.cdiv(total, plan.rows), triton.cdiv(width, plan.channels)
-    pairs = terms.weight.element_size() == 2 and (mixer.lanes1 == 1 or mixer.lanes2**2 <= _LARGE)
+    pairs = terms.weight.element_size() == 2 and (mixer.lanes1 == 1 or mixer.largest <= _PAIRED)
     programs = min(tiles, (2 if pairs else 1) * _multiprocessors(terms.x.device))
 
     def room(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
