@@ -1,7 +1,7 @@
 """Picard's iteration in Triton: a launch evaluates f on all tokens of all sequences and settles what follows from it.
 
 Tokens of all sequences stand in one row after the other, in tiles of some rows, whatever sequences these are of.
-Programs, two on each multiprocessor, take tiles in order by a ticket. Of a tile a program
+Programs, one or two on each multiprocessor, take tiles in order by a ticket. Of a tile a program
 
     1. makes the iterate, y = delta f + (1 - delta) y of the launch before, and s of it, which reaches one row back;
     2. makes the coefficients from_x + s W^T, the weight coming from the L2 cache once for all rows;
@@ -204,8 +204,8 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: IterationSettings) -> 
     """Return what makes an iteration, what returns the result of those that were made, and whether they are over."""
     batch, length, width = terms.x.shape
     total, count, N = batch * length, terms.from_x.shape[-1], terms.H.shape[-1]
-    if total + _ROWS >= 2**31:
-        raise ValueError(f"{batch} sequences of {length} tokens are more than 2^31 tokens")
+    if total > 2**31 - 2**16:  # a ticket past the end still counts rows
+        raise ValueError(f"{batch} sequences of {length} tokens: an iteration takes less than 2^31 tokens")
     mixer = Mixer.of(form, terms.columns, width)
     plan = Plan.of(terms, mixer, settings)
     dtype = torch.float64 if terms.x.dtype == torch.float64 else torch.float32
