@@ -41,6 +41,10 @@ coefficients then leave the cache (at d 1024 they fill it already: 2 x 132 progr
 launches an iteration (Kronecker 89 by rows, 205 spectral) and two looks of the host: some 400 us at the size `cpu`,
 whatever the GPU; at the others it passes over (M, d) some 30 times, 0.5 ms at the size `words`, so that no more than a
 factor of two is expected there for Householder.
+
+Compiled for sm_80, sm_90 and sm_100: 122 to 128 registers and 48 kB of shared memory, two programs to a multiprocessor,
+with weights of 16 bits; 162 to 254 registers and one program with float32 weights, and for Kronecker at d 2048. No
+spills.
 """
 
 from __future__ import annotations
