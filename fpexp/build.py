@@ -38,16 +38,21 @@ class Experiment:
 
 def settle(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """Replace every `auto` by what it means on this machine; return the config and what to tell the user."""
-    notes: list[str] = []
     if config.device == "auto":
         config = config.replace(device="cuda" if torch.cuda.is_available() else "cpu")
     _check_device(config.device)
+    return settle_for_device(config)
+
+
+def settle_for_device(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """Replace what is `auto` for the config's device, whether this machine has it or not."""
+    notes: list[str] = []
     if config.precision == "auto":
         config = config.replace(precision="float32" if config.device == "cpu" else "bfloat16")
     if config.solver.resolve() is Auto:
         capped = bool(getattr(config.schedule.resolve(), "caps_training", False))
         name, reason = Auto.choose(config.device, capped, functools.partial(_longest_solve, config))
-        if _uses_solver(config.model):
+        if uses_solver(config.model):
             notes.append(f"solver=auto: {name} ({reason})")
         config = config.replace(solver=config.solver.settings[name])
     training = config.training
@@ -84,7 +89,7 @@ def check(config: RunConfig, processes: int = 1) -> Experiment:
     _expect(schedule, "training_cap", config.schedule)
     _expect(solver, "solve", config.solver)
     _expect(gradient, "attach", config.gradient)
-    if schedule.caps_training and not solver.whole_sequence and _uses_solver(config.model):
+    if schedule.caps_training and not solver.whole_sequence and uses_solver(config.model):
         raise UserError(
             f"schedule={config.choices.schedule} caps whole-sequence iterations, which the sequential solver does not "
             "make; use solver=picard, or schedule=converge"
@@ -167,7 +172,8 @@ def _longest_solve(config: RunConfig) -> tuple[int, int]:
     return length, schedule.training_cap(length, torch.Generator()).max_iterations
 
 
-def _uses_solver(model: Component) -> bool:
+def uses_solver(model: Component) -> bool:
+    """Tell whether a model solves fixed points, so that solver, schedule and gradient mean something to it."""
     return "solver" in _given_by_builder(model.resolve())
 
 

@@ -11,9 +11,11 @@ from fpexp.errors import EndedElsewhere, FpexpError, Interrupted, UserError
 
 COMMANDS = {
     "train": "train a run, resume one, or sweep with -m",
-    "evaluate": "measure a recorded run at other lengths",
+    "sweep": "which jobs of a sweep are done, and what makes the others",
+    "evaluate": "measure a recorded run once more: other lengths, another solver, caps on its iterations",
     "generate": "what a recorded run makes of a prompt, token by token",
     "runs": "list recorded runs",
+    "report": "tables, figures and a page of recorded runs, beside what the paper reports",
     "data": "prepare a text corpus as token files",
     "bench": "time this machine against named baselines",
     "list": "list tasks, models, solvers, schedules, gradients, scales, experiments",
