@@ -69,7 +69,10 @@ _LARGEST = 16384
 """Numbers of a vector or a Kronecker factor at most; above `_VECTOR` registers spill."""
 
 _STATE = 8192
-"""Numbers of the program's states that stay in registers at most; of more, as many are read at a time."""
+"""Numbers of the program's states that stay in registers at most."""
+
+_BLOCK = 4096
+"""Numbers of states that do not which are read at a time."""
 
 _WARPS = 8
 
@@ -117,7 +120,7 @@ class Plan(NamedTuple):
         rows = max(1, min(_ROWS, _VECTOR // mixer.largest))
         numbers = rows * mixer.lanes * states
         on_chip = numbers <= _STATE
-        return cls(rows, None if on_chip else max(1, _STATE // (rows * states)))
+        return cls(rows, None if on_chip else max(1, _BLOCK // (rows * states)))
 
 
 def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tuple[SweepResult, Launch]:
@@ -233,10 +236,9 @@ def _walk_states(
 
 @triton.jit
 def _largest(f, y):
-    """|f - y| and |f| of each row, infinite where f is not finite."""
-    infinity = float("inf")
-    difference, size = tl.abs(f - y), tl.abs(f)
-    both = tl.join(tl.where(difference == difference, difference, infinity), tl.where(size == size, size, infinity))
+    """|f - y| and |f| of each row, the first infinite where f is not finite: a maximum passes NaN over."""
+    difference = tl.abs(f - y)
+    both = tl.join(tl.where(difference == difference, difference, float("inf")), tl.abs(f))
     return tl.split(tl.max(both, 1))
 
 
