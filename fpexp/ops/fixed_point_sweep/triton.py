@@ -7,17 +7,17 @@ and how many sequences a program has depends on the layer alone: a result depend
 
 Where what lies: vectors over channels are in registers, coefficients and factors in memory of the program's own (tens
 of KB, which the first cache keeps). The states are in registers up to `_STATE` numbers for all sequences of a program
-(d N = 2048 for four); above that they go by in blocks, read twice and written once a token, from the first cache or L2.
-The weights are not pinned: where they have less than some 150 KB (d 128) they stay in an SM's first cache (256 KB with
-shared memory), above that every program streams them from L2 (50 MB) for each token. So it pays to have several
-sequences in a program, and more than to hold their states, which are smaller: at d 1024, N 16, K, a token reads 4.7 MB
-of float32 weights, and 0.8 MB for four states.
+(d N = 2048 for four, or for two with Kronecker factors); above that they go by in blocks, read twice and written once a
+token, from the first cache or L2. The weights are not pinned: where they have less than some 150 KB (d 128) they stay
+in an SM's first cache (256 KB with shared memory), above that every program streams them from L2 (50 MB) for each
+token. So it pays to have several sequences in a program, and more than to hold their states, which are smaller: at d
+1024, N 16, K, a token reads 4.7 MB of float32 weights, and 0.8 MB for four states.
 
 Roofline for an H200, float32 (bfloat16 projections in brackets). From memory, 4.3 TB/s: from_x, x and y once and H
 twice; on tensor cores 2 B T R d operations for R rows of weights (790 TFLOP/s bfloat16, a tenth of that in three tf32):
 
                                         memory   tensor cores   weights   programs   weights through L2
-    cpu    B 256 T 16   d 128  N 16 K   3.3 us   3 us           117 KB    64         first cache
+    cpu    B 256 T 16   d 128  N 16 K   3.3 us   3 us           117 KB    128        first cache
     gpu    B 64  T 1024 d 512  N 16 K   140 us   0.6 ms         1.5 MB    16         14 us a token
     paper  B 512 T 16   d 1024 N 16 K   48 us    0.2 ms         4.7 MB    128        110 us a token
            B 512 T 16   d 1024 N 16 H2  68 us    0.4 ms         8.5 MB    128        200 us a token
@@ -69,7 +69,10 @@ _LARGEST = 16384
 """Numbers of a vector or a Kronecker factor at most; above `_VECTOR` registers spill."""
 
 _STATE = 8192
-"""Numbers of the program's states that stay in registers at most; of more, as many are read at a time."""
+"""Numbers of the program's states that stay in registers at most; half of it beside Kronecker factors."""
+
+_BLOCK = 4096
+"""Numbers of states that do not which are read at a time."""
 
 _WARPS = 8
 
@@ -115,9 +118,12 @@ class Plan(NamedTuple):
     def of(cls, mixer: Mixer, states: int) -> Plan:
         """Return the plan for a mixer and `states` numbers of a state to a lane."""
         rows = max(1, min(_ROWS, _VECTOR // mixer.largest))
-        numbers = rows * mixer.lanes * states
-        on_chip = numbers <= _STATE
-        return cls(rows, None if on_chip else max(1, _STATE // (rows * states)))
+        numbers = mixer.lanes * states
+        room = _STATE // 2 if mixer.rows > 1 else _STATE
+        if rows * numbers > room >= 2 * numbers:
+            rows = 2
+        on_chip = rows * numbers <= room
+        return cls(rows, None if on_chip else max(1, _BLOCK // (rows * states)))
 
 
 def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tuple[SweepResult, Launch]:
@@ -233,10 +239,9 @@ def _walk_states(
 
 @triton.jit
 def _largest(f, y):
-    """|f - y| and |f| of each row, infinite where f is not finite."""
-    infinity = float("inf")
-    difference, size = tl.abs(f - y), tl.abs(f)
-    both = tl.join(tl.where(difference == difference, difference, infinity), tl.where(size == size, size, infinity))
+    """|f - y| and |f| of each row, the first infinite where f is not finite: a maximum passes NaN over."""
+    difference = tl.abs(f - y)
+    both = tl.join(tl.where(difference == difference, difference, float("inf")), tl.abs(f))
     return tl.split(tl.max(both, 1))
 
 
