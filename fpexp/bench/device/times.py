@@ -1,0 +1,69 @@
+"""Each launch of each kernel against its floor on an H200; each op, forward and backward, against public packages.
+
+Nothing is tuned before it is timed. A floor of another card than an H200 is that of an H200 still.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from fpexp.bench.device import peers
+from fpexp.bench.device.part import Finding, Item, Setup
+from fpexp.bench.launches import KERNELS, SCALES, Shape
+from fpexp.bench.roofline import floor_of, predict
+
+SMALLEST = Shape(1, 3, 4, 2)
+
+
+class Case(NamedTuple):
+    """What is timed together."""
+
+    kernels: str
+    scale: str
+    shape: Shape
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        return f"{self.kernels}, {self.scale}, {str(self.dtype).removeprefix('torch.')}"
+
+
+def cases(setup: Setup) -> list[Case]:
+    """Language sizes in both types; word problems, where a launch is short, in one."""
+    if setup.rehearse:
+        return [Case(name, "tiny", SMALLEST, torch.float32) for name in KERNELS]
+    sizes = [("gpu", torch.bfloat16), ("gpu", torch.float32), ("paper", torch.bfloat16), ("cpu", torch.bfloat16)]
+    return [Case(name, scale, SCALES[scale], dtype) for scale, dtype in sizes for name in KERNELS]
+
+
+def launches_of(case: Case, setup: Setup) -> dict[str, Any]:
+    """Return a case's launches on the device, in the order in which training makes them."""
+    return KERNELS[case.kernels].launches(case.shape, case.dtype, setup.device)
+
+
+def items(setup: Setup) -> dict[str, Item]:
+    """The launches, then the ops."""
+    found: dict[str, Item] = {case.name: partial(_time, case, setup) for case in cases(setup)}
+    return found | peers.items(setup)
+
+
+def _time(case: Case, setup: Setup) -> list[Finding]:
+    rows = []
+    for name, launch in launches_of(case, setup).items():
+        measured = setup.milliseconds(launch.run)
+        floor, resource = floor_of(case.kernels, name, launch)
+        low, high = predict(case.kernels, name, launch)
+        rows.append(
+            Finding(
+                f"{case.kernels} {name}, {case.scale}, {str(case.dtype).removeprefix('torch.')}",
+                f"{measured:.3g} ms",
+                f"floor {floor * 1e3:.3g} ms ({resource}), {measured / 1e3 / floor:.1f} times; "
+                f"predicted {low * 1e3:.3g} to {high * 1e3:.3g}",
+                numbers={"ms": measured, "floor_ms": floor * 1e3, "predicted_ms": [low * 1e3, high * 1e3]},
+            )
+        )
+    return rows

@@ -1,0 +1,151 @@
+"""What a launch of a kernel moves and computes, how long an H200 takes for that at least, and what is predicted.
+
+Bytes are those of the launch's tensors, each read or written once and those of `IN_PLACE` twice; what a cache saves or
+a second reading costs is not in them. Operations are counted by `COUNTS`, beside which a new kernel gets its line; each
+kernel's own docstring says where they come from and how the predictions do. The floor is the time of whichever resource
+takes longest, as if all others worked meanwhile.
+
+Predicted is launch + floor * max(1, full / programs) * (low to high): what a launch costs by itself, and a factor that
+stands in `PREDICTIONS` with the number of programs below which multiprocessors idle. None of it has been measured:
+`scripts/gpu_check.sh` holds it against the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+_CLOCKS = 132 * 1.7e9
+"""Multiprocessors of an H200, times their clock a second."""
+
+RATES = {
+    "memory": 4.3e12,  # bytes, read and written; a copy as measured
+    "tensor cores": 790e12,  # operations in bfloat16, as measured; an addition and a multiplication are two
+    "arithmetic": 128 * _CLOCKS,  # float32 instructions
+    "exp2": 16 * _CLOCKS,
+    "shuffles": 32 * _CLOCKS,
+}
+"""A second, of each resource."""
+
+PASSES = {"bf16": 1, "tf32": 2, "tf32x3": 6}
+"""What a product costs in products of bfloat16, by the precision of its factors."""
+
+LAUNCH = 5e-6
+"""Seconds that a launch takes where it has next to nothing to do."""
+
+IN_PLACE = {("ssd", "sums", "pass"), ("ssd", "sums", "pass, back")}
+"""(kernels, tensor, launch): what is read and then written over."""
+
+
+class Work(NamedTuple):
+    """Amounts of each resource that a launch takes: bytes, tensor-core operations, float32 instructions, ..."""
+
+    bytes: int
+    products: float = 0
+    arithmetic: float = 0
+    exponentials: float = 0
+    shuffles: float = 0
+
+    @property
+    def operations(self) -> float:
+        """Operations of all kinds; a product's in the precision that it is asked in."""
+        return self.products + self.arithmetic + self.exponentials
+
+    def floor(self, precision: str = "bf16") -> tuple[float, str]:
+        """Return the seconds that an H200 takes at least, and the resource that takes them."""
+        amounts = (self.bytes, self.products * PASSES.get(precision, 1), *self[2:])
+        return max((amount / rate, name) for amount, (name, rate) in zip(amounts, RATES.items(), strict=True))
+
+
+class Expected(NamedTuple):
+    """Times of the floor, at the least and at the most, that a launch of at least `full` programs takes."""
+
+    low: float
+    high: float
+    full: int
+
+
+Arguments = Mapping[str, Any]
+Counts = Callable[[Arguments], dict[str, float]]
+
+
+def work_of(kernels: str, name: str, launch: Any) -> Work:
+    """Return the work of a launch (`fpexp.ops.launch.triton.Launch`) of some kernels; KeyError for an unknown one."""
+    moved = sum(
+        value.nbytes * (2 if (kernels, key, name) in IN_PLACE else 1)
+        for key, value in launch.arguments.items()
+        if isinstance(value, Tensor)
+    )
+    return Work(moved, **COUNTS[kernels][name](launch.arguments))
+
+
+def floor_of(kernels: str, name: str, launch: Any) -> tuple[float, str]:
+    """Return the floor of a launch in seconds, and the resource that sets it."""
+    return work_of(kernels, name, launch).floor(launch.arguments.get("PRECISION", "bf16"))
+
+
+def predict(kernels: str, name: str, launch: Any) -> tuple[float, float]:
+    """Return the seconds that a launch is predicted to take on an H200, at the least and at the most."""
+    floor, _ = floor_of(kernels, name, launch)
+    expected = PREDICTIONS[kernels][name]
+    idle = max(1.0, expected.full / max(launch.programs, 1))
+    return LAUNCH + floor * idle * expected.low, LAUNCH + floor * idle * expected.high
+
+
+def _each(tensor: str, **amounts: float) -> Counts:
+    """Amounts for each number of a tensor."""
+    return lambda arguments: {key: amount * arguments[tensor].numel() for key, amount in amounts.items()}
+
+
+def _scan(**amounts: float) -> Counts:
+    """Amounts for each of the B T d N elements of a selective scan."""
+    return lambda arguments: {
+        key: amount * arguments["x"].numel() * arguments["A"].shape[1] for key, amount in amounts.items()
+    }
+
+
+def _ssd(states: int = 0, N: int = 0, P: int = 0, Q: int = 0) -> Counts:
+    """Products of a chunk of Q tokens: `states` with a state, and N, P and Q times one of Q Q numbers each."""
+
+    def count(arguments: Arguments) -> dict[str, float]:
+        n, p, q = arguments["N"], arguments["P"], arguments["TOKENS"]
+        tokens = arguments["delta"].numel()  # of all heads
+        return {"products": 2.0 * tokens * (states * n * p + q * (N * n + P * p + Q * q))}
+
+    return count
+
+
+COUNTS: Mapping[str, Mapping[str, Counts]] = {
+    "diagonal_scan": {"forward": _each("x", arithmetic=2), "backward": _each("h", arithmetic=3)},
+    "selective_scan": {
+        "forward": _scan(arithmetic=6, exponentials=1),
+        "backward": _scan(arithmetic=16, exponentials=1, shuffles=10),
+    },
+    "ssd": {
+        "across": _ssd(states=1),
+        "pass": _each("sums", arithmetic=2),
+        "outputs": _ssd(states=1, N=1, P=1),
+        "across, back": _ssd(states=1),
+        "pass, back": _each("sums", arithmetic=2),
+        "b and c, back": _ssd(states=2, N=2, P=1),
+        "x and delta, back": _ssd(states=2, N=1, P=2, Q=1),
+    },
+}
+"""By kernels and launch."""
+
+PREDICTIONS: Mapping[str, Mapping[str, Expected]] = {
+    "diagonal_scan": {"forward": Expected(1.1, 3.0, 190), "backward": Expected(1.1, 3.0, 190)},
+    "selective_scan": {"forward": Expected(2.5, 5.0, 264), "backward": Expected(2.7, 4.0, 132)},
+    "ssd": {
+        "across": Expected(1.3, 2.0, 132),
+        "pass": Expected(1.1, 1.5, 132),
+        "outputs": Expected(1.3, 2.0, 132),
+        "across, back": Expected(1.3, 2.0, 132),
+        "pass, back": Expected(1.1, 1.5, 132),
+        "b and c, back": Expected(1.6, 2.4, 132),
+        "x and delta, back": Expected(1.6, 2.4, 132),
+    },
+}
+"""By kernels and launch, from the docstrings of their modules."""
