@@ -54,12 +54,12 @@ def why_not_compiled() -> str:
 
 
 def compile_all(codes: Mapping[Code, str], processes: int) -> dict[Code, Compiled]:
-    """Compile all, those with the same key once; tell how far it is where that takes long."""
-    first: dict[str, Code] = {}
+    """Compile all, those with the same key and architecture once; tell how far it is where that takes long."""
+    first: dict[tuple[str, int], Code] = {}
     for code, key in codes.items():
-        first.setdefault(key, code)
+        first.setdefault((key, code.architecture), code)
     found = _in_processes(list(first.values()), processes)
-    return {code: found[first[key]] for code, key in codes.items()}
+    return {code: found[first[key, code.architecture]] for code, key in codes.items()}
 
 
 def compile_one(code: Code) -> Compiled:

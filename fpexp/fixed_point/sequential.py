@@ -34,7 +34,7 @@ class Sequential:
         damping_decay: Damping = 0.9,
         patience: Count = 15,
         divergence_limit: Positive = 1e8,
-        backend: Literal["auto", "reference", "cpu"] = "auto",
+        backend: Literal["auto", "reference", "cpu", "triton"] = "auto",
     ) -> None:
         self.tolerance, self.tolerance_kind = tolerance, tolerance_kind
         self.inner_max_iterations = inner_max_iterations
@@ -73,8 +73,10 @@ class Sequential:
             if swept is not None:
                 record = TokenRecord(swept.iterations, swept.residual, swept.status)
                 return replace(record.result(swept.value), known=swept.known), problem.state_after(swept)
-        if self.backend == "cpu":
-            raise UserError("solver.backend=cpu: no fused sweep for this model here; use solver.backend=auto")
+        if self.backend in ("cpu", "triton"):
+            raise UserError(
+                f"solver.backend={self.backend}: no fused sweep for this model here; use solver.backend=auto"
+            )
         return self._solve_tokens(problem)
 
     def _sweep_settings(self) -> SweepSettings:

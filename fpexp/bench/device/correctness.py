@@ -6,7 +6,8 @@ Room for results is full of NaN, so that a number that no kernel writes is seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,8 +80,8 @@ def _check(name: str, case: Case, dtype: torch.dtype, setup: Setup) -> list[Find
     with torch.device(setup.device):
         drawn = case.draw()
     inputs = {key: tensor if key in WIDE else tensor.to(dtype) for key, tensor in drawn.items()}
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is empty with NaN
-    found = results(case.op, inputs, "triton", case.letters)
+    with poisoned():
+        found = results(case.op, inputs, "triton", case.letters)
     exact = results(case.op, {key: tensor.double() for key, tensor in inputs.items()}, "reference", case.letters)
     errors = {key: relative_error(found[key], exact[key]) for key in exact}
     limit = LIMITS[dtype]
@@ -93,6 +94,17 @@ def _check(name: str, case: Case, dtype: torch.dtype, setup: Setup) -> list[Find
             errors,
         )
     ]
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Inside the block, torch fills what is empty with NaN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def results(

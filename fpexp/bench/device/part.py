@@ -29,9 +29,11 @@ class Setup:
             torch.cuda.synchronize()
 
     def milliseconds(self, work: Callable[[], object], repeats: int = 20) -> float:
-        """Return the median time of some work on the device, after one call that is not counted."""
+        """Return the median time of some work on the device, after one call that is not counted; of one call in a
+        rehearsal."""
+        if self.rehearse:
+            return _clocked(work)
         work()
-        repeats = 1 if self.rehearse else repeats
         if self.device == "cpu":
             return median(_clocked(work) for _ in range(repeats))
         cache = torch.empty(FLUSH, dtype=torch.int8, device=self.device)

@@ -132,7 +132,7 @@ def _of_peer(what: str, load: Callable[[], Function], inputs: Inputs, y: Tensor,
     except ImportError as error:
         return Finding(what, f"not installed ({error.name or error})")
     try:
-        difference = float((peer(**inputs) - y).abs().max() / y.abs().max())
+        difference = float((peer(**inputs).detach() - y).abs().max() / y.abs().max())
         if not difference <= LIMIT:
             return Finding(what, f"differs from ours by {difference:.2g}, so not timed", f"at most {LIMIT}")
         theirs = setup.milliseconds(partial(_forward_backward, peer, inputs))

@@ -18,8 +18,14 @@ from typing import Any
 
 from fpexp.bench.context import child_environment
 
+STDERR = 2
+"""Stdout is for the table."""
+
 POLL = 0.05
 """Seconds between two looks at a child."""
+
+START = 45.0
+"""Seconds that a child may take to import torch and find the device."""
 
 Row = dict[str, Any]
 """A finding (see `part.Finding`), with `part`, `item` and `error`, which is empty where there is none."""
@@ -91,7 +97,7 @@ def _failure(item: str, error: str) -> Row:
 def _watch(command: list[str], log: Path, end: float, item_limit: float, rehearse: bool) -> str:
     """Wait for a child; return how it ended, or empty where all went well. Its whole group ends with it."""
     variables = {"TRITON_INTERPRET": "1"} if rehearse else {}
-    child = subprocess.Popen(command, env=child_environment(**variables), start_new_session=True, stdout=sys.stderr)
+    child = subprocess.Popen(command, env=child_environment(**variables), start_new_session=True, stdout=STDERR)
     size, moved, how = 0, time.monotonic(), ""
     try:
         while child.poll() is None and not how:
@@ -101,8 +107,8 @@ def _watch(command: list[str], log: Path, end: float, item_limit: float, rehears
                 size, moved = log.stat().st_size, now
             if now >= end:
                 how = "stopped: the part's time was over"
-            elif now - moved >= item_limit:
-                how = f"stopped after {item_limit:g} s"
+            elif now - moved >= (item_limit if size else max(item_limit, START)):
+                how = f"stopped after {now - moved:.0f} s"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -26,10 +26,9 @@ class Case(NamedTuple):
     shape: Shape
     dtype: torch.dtype
 
-    @property
-    def name(self) -> str:
-        """For the table."""
-        return f"{self.kernels}, {self.scale}, {str(self.dtype).removeprefix('torch.')}"
+    def named(self, launch: str = "") -> str:
+        """Return its name, or that of one of its launches, for the table."""
+        return f"{f'{self.kernels} {launch}'.strip()}, {self.scale}, {str(self.dtype).removeprefix('torch.')}"
 
 
 def cases(setup: Setup) -> list[Case]:
@@ -47,7 +46,7 @@ def launches_of(case: Case, setup: Setup) -> dict[str, Any]:
 
 def items(setup: Setup) -> dict[str, Item]:
     """The launches, then the ops."""
-    found: dict[str, Item] = {case.name: partial(_time, case, setup) for case in cases(setup)}
+    found: dict[str, Item] = {case.named(): partial(_time, case, setup) for case in cases(setup)}
     return found | peers.items(setup)
 
 
@@ -56,14 +55,13 @@ def _time(case: Case, setup: Setup) -> list[Finding]:
     for name, launch in launches_of(case, setup).items():
         measured = setup.milliseconds(launch.run)
         floor, resource = floor_of(case.kernels, name, launch)
-        low, high = predict(case.kernels, name, launch)
+        low, high = (1e3 * seconds for seconds in predict(case.kernels, name, launch))
         rows.append(
             Finding(
-                f"{case.kernels} {name}, {case.scale}, {str(case.dtype).removeprefix('torch.')}",
+                case.named(name),
                 f"{measured:.3g} ms",
-                f"floor {floor * 1e3:.3g} ms ({resource}), {measured / 1e3 / floor:.1f} times; "
-                f"predicted {low * 1e3:.3g} to {high * 1e3:.3g}",
-                numbers={"ms": measured, "floor_ms": floor * 1e3, "predicted_ms": [low * 1e3, high * 1e3]},
+                f"{measured / (1e3 * floor):.1f} x {1e3 * floor:.3g} of {resource}, predicted {low:.3g} to {high:.3g}",
+                numbers={"ms": measured, "floor_ms": 1e3 * floor, "bound_by": resource, "predicted_ms": [low, high]},
             )
         )
     return rows
