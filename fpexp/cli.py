@@ -78,10 +78,11 @@ def _dispatch(arguments: list[str]) -> int:
         from fpexp.config.schema import did_you_mean
 
         raise UserError(f"unknown command '{command}'{did_you_mean(command, COMMANDS)} ({', '.join(COMMANDS)})")
-    if any(word in ("-h", "--help") for word in rest):
+    words = [word for word in rest if word not in ("-h", "--help")]
+    if len(words) < len(rest):
         from fpexp.commands import usage
 
-        print(usage.describe(command))
+        print(usage.describe(command, words))
         return 0
     module = "list_" if command == "list" else command
     code: int = importlib.import_module(f"fpexp.commands.{module}").run(rest)

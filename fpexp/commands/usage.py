@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fpexp.bench import BENCHMARKS
 from fpexp.config.catalogue import GROUPS, choices, conf_dir
+from fpexp.config.schema import TARGET, leaves
 
 TRAIN = """\
 usage: fpexp train [-m] [group=choice ...] [key=value ...]
@@ -23,7 +26,8 @@ groups:
 keys, with their defaults (??? is set by the scale):
 {keys}
 
-The keys of a task, model, solver, schedule or gradient stand in its file, with reasons: {conf}/<group>/<choice>.yaml"""
+The keys of a task, model, solver, schedule or gradient stand in its file, with reasons: {conf}/<group>/<choice>.yaml
+`fpexp train task=<task> model=<model> --help` prints every key of that run with its value."""
 
 EVALUATE = """\
 usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=<n>] [batch_size=<n>]
@@ -91,17 +95,32 @@ is missing."""
 TEXTS = {"evaluate": EVALUATE, "generate": GENERATE, "runs": RUNS, "data": DATA, "list": LIST, "doctor": DOCTOR}
 
 
-def describe(command: str) -> str:
-    """Return the help text of a command."""
+def describe(command: str, words: Sequence[str] = ()) -> str:
+    """Return the help text of a command; for `train`, and words that describe a run, every key of that run."""
     if command == "bench":
         return BENCH.format(benchmarks="\n".join(map(_benchmark, BENCHMARKS)))
     if command != "train":
         return TEXTS[command]
+    named = {word.partition("=")[0] for word in words}
+    if named & {"experiment", "config"} or {"task", "model"} <= named:
+        return _keys_of_a_run([word for word in words if word not in ("-m", "--multirun")])
     groups = []
     for group in GROUPS:
         groups.append(f"  {group}")
         groups += [f"    {name:<16} {text}" for name, text in choices(group).items()]
     return TRAIN.format(groups="\n".join(groups), keys=_top_level_keys(), conf=conf_dir())
+
+
+def _keys_of_a_run(words: list[str]) -> str:
+    from fpexp.commands.train import read_run_config
+    from fpexp.config.quoting import override_word
+    from fpexp.config.values import as_text
+
+    config = leaves(read_run_config(words).to_dict())
+    keys = [(key, value) for key, value in config if not key.startswith("choices.") and not key.endswith(TARGET)]
+    return "\n".join(
+        override_word(key, value) if isinstance(value, str) else f"{key}={as_text(value)}" for key, value in keys
+    )
 
 
 def _benchmark(name: str) -> str:

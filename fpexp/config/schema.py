@@ -73,7 +73,7 @@ class Checker:
     """Checks one raw tree. `root` is kept whole, so that a misplaced key can be pointed to where it belongs."""
 
     def __init__(self, root: Mapping[str, Any]) -> None:
-        self.leaves = [key for key in _leaf_keys(root) if not key.startswith("choices.")]
+        self.leaves = [key for key, _ in leaves(root) if not key.startswith("choices.")]
 
     def check(self, annotation: Any, value: Any, key: str) -> Any:
         """Return `value` as the annotated type; raise a `UserError` that begins with the full key."""
@@ -224,9 +224,10 @@ def _mapping(value: Any, key: str) -> Mapping[str, Any]:
     return value
 
 
-def _leaf_keys(tree: Mapping[str, Any], prefix: str = "") -> Iterable[str]:
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield the full key and the value of everything in a plain tree that is not a mapping."""
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            yield from _leaf_keys(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}"
+            yield f"{prefix}{name}", value

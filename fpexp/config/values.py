@@ -18,6 +18,15 @@ def parse_value(text: str, what: str) -> Any:
         raise UserError(f"{what}: {' '.join(str(error).split())}") from error
 
 
+def as_text(value: Any) -> str:
+    """Return a plain value as it is written on the command line."""
+    if isinstance(value, list):
+        return f"[{','.join(map(as_text, value))}]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
 def _loader() -> Any:
     import yaml
 

@@ -19,16 +19,20 @@ class LengthPolicy:
     after another, whenever a training batch reaches the accuracy `mastery`, of the kind that the task says.
 
     Of a batch with examples of several lengths, these are the longest's; the others are no shorter than `min`.
+    `rehearsal` is the share of batches that, while lengths grow, are of one that has been mastered before.
     """
 
     policy: Literal["fixed", "uniform", "grow"]
     min: Count
     max: Count
     mastery: Fraction
+    rehearsal: Fraction = 0.0
 
     def __post_init__(self) -> None:
         if self.min > self.max:
             raise UserError(f"task.lengths.min={self.min} is more than task.lengths.max={self.max}")
+        if self.rehearsal and self.policy != "grow":
+            raise UserError(f"task.lengths.rehearsal={self.rehearsal} is for task.lengths.policy=grow only")
 
 
 def too_long(key: str, length: int, needed: int, context: int, longest: int) -> UserError:
@@ -52,21 +56,24 @@ class Lengths:
         if not self.choices:
             raise ValueError(f"no length from {policy.min} to {policy.max} is possible")
         self.current = self.choices[0] if policy.policy == "grow" else self.choices[-1]
+        self.rehearses = False
         self.drawn: dict[int, int] = {}
 
     def next(self, generator: torch.Generator) -> int:
         """Return the length of the next batch."""
         if self.policy.policy == "uniform":
-            self.current = self.choices[int(torch.randint(len(self.choices), (), generator=generator))]
-        return self.current
+            self.current = _one_of(self.choices, generator)
+        mastered = self.choices[: self.choices.index(self.current)] if self.policy.rehearsal else []
+        self.rehearses = bool(mastered) and float(torch.rand((), generator=generator)) < self.policy.rehearsal
+        return _one_of(mastered, generator) if self.rehearses else self.current
 
     def count(self, length: int, examples: int) -> None:
         """Take note that training has drawn examples of a length."""
         self.drawn[length] = self.drawn.get(length, 0) + examples
 
     def observe(self, accuracy: float) -> None:
-        """Take note of how a training batch of the current length went."""
-        mastered = accuracy >= self.policy.mastery
+        """Take note of how the last batch went; one that rehearses says nothing of the current length."""
+        mastered = accuracy >= self.policy.mastery and not self.rehearses
         if self.policy.policy == "grow" and mastered and self.current < self.choices[-1]:
             self.current = self.choices[bisect.bisect_right(self.choices, self.current)]
 
@@ -78,3 +85,7 @@ class Lengths:
         """Take over a saved state."""
         self.current = int(state["current"])
         self.drawn = {int(length): int(count) for length, count in state["drawn"]}
+
+
+def _one_of(lengths: list[int], generator: torch.Generator) -> int:
+    return lengths[int(torch.randint(len(lengths), (), generator=generator))]

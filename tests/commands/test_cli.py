@@ -243,6 +243,15 @@ def test_version(cli: CommandLine) -> None:
     assert cli("--version").out == f"fpexp {fpexp.__version__}\n"
 
 
+def test_help_of_a_run_has_every_key_as_a_word_that_sets_it(cli: CommandLine) -> None:
+    words = ["task=copy", "model=fp_mamba_h", "training.lr=1e-5"]
+    keys = cli("train", *words, "--help").out.splitlines()
+    assert {"training.lr=1e-05", "task.alphabet=26", "model.channel_mixer.rank=2", "model.dt_rank=null"} <= set(keys)
+    assert compose([*words, *keys]) == compose(words)
+    assert "usage: fpexp train" in cli("train", "task=copy", "--help").out
+    assert "did you mean" in cli("train", "task=copyy", "model=lstm", "--help").err
+
+
 def test_help_and_list_are_quick_and_import_nothing_heavy(tmp_path: Path) -> None:
     code = """
 import sys, time

@@ -71,3 +71,23 @@ def test_a_minimum_above_the_maximum_is_refused() -> None:
     LengthPolicy("grow", 4, 4, 0.5)
     with pytest.raises(UserError, match=r"task.lengths.min=5 is more than task.lengths.max=4"):
         LengthPolicy("grow", 5, 4, 0.5)
+
+
+def test_rehearsal_draws_what_was_mastered_and_counts_for_nothing() -> None:
+    lengths = Lengths(LengthPolicy("grow", 2, 9, 0.75, rehearsal=0.25))
+    assert drawn(lengths, 50) == [2] * 50  # nothing was mastered yet
+    lengths.current = 5
+    found = drawn(lengths, 2000)
+    shares = {length: found.count(length) / 2000 for length in set(found)}
+    assert shares == pytest.approx({2: 1 / 12, 3: 1 / 12, 4: 1 / 12, 5: 3 / 4}, abs=0.03)
+    rehearsed = next(step for step in range(100) if lengths.next(generator(0, "train", step)) < 5)
+    lengths.observe(1.0)
+    assert lengths.current == 5
+    assert next(lengths.next(generator(0, "train", step)) for step in range(rehearsed + 1, 200)) == 5
+    lengths.observe(1.0)
+    assert lengths.current == 6
+
+
+def test_rehearsal_is_for_growing_lengths() -> None:
+    with pytest.raises(UserError, match=r"task.lengths.rehearsal=0.5 is for task.lengths.policy=grow only"):
+        LengthPolicy("uniform", 2, 4, 0.5, rehearsal=0.5)
