@@ -6,13 +6,15 @@
     copy   copying as in the paper: B 128, T 128, d 2048, N 32
 
 d is a layer's inner width, N the state of the selective scan. SSD has heads of 64 and N 128. The delta rules have a
-model width of d / 2 and heads as Gated DeltaNet and DeltaProduct make them: of 128, at least two.
+model width of d / 2 and heads as Gated DeltaNet and DeltaProduct make them: of 128, at least two. Sweeps and iterations
+are FP-Mamba's, with each channel mixer as conf/ has it.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +23,11 @@ from torch import Tensor
 
 from fpexp.bench import selective_scan
 from fpexp.bench.ops import delta_inputs, diagonal_inputs, product_inputs, ssd_inputs
+from fpexp.channel_mixers import DPLR, Householder, Kronecker
+from fpexp.channel_mixers.base import ChannelMixer
+from fpexp.fixed_point import Cap, Picard, Sequential
+from fpexp.ops.fixed_point_sweep import SweepTerms
+from fpexp.ops.mixers import Columns
 
 
 class Shape(NamedTuple):
@@ -103,12 +110,67 @@ def _of_delta_rule(
     return _typed(dtype, **inputs, state=torch.zeros(batch, heads, K, expand_v * K))
 
 
+def _sweep(mixer: ChannelMixer, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+    return {"terms": _terms(mixer, shape, dtype), "form": mixer.form, "settings": _SOLVER._sweep_settings()}
+
+
+def _iteration(mixer: ChannelMixer, shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+    """Without an early stop, so that each launch of many has its work to do."""
+    settings = Picard(tolerance=_SOLVER.tolerance)._settings(Cap(10**6, stop_early=False), training=True)
+    return {"terms": _terms(mixer, shape, dtype), "form": mixer.form, "settings": settings}
+
+
+def _terms(mixer: ChannelMixer, shape: Shape, dtype: torch.dtype) -> SweepTerms:
+    """Of FP-Mamba at its initialisation: the mixer, b and c depend on s; x and the scan are float32 under autocast."""
+    batch, length, d, N = shape
+    sizes = (mixer.coefficient_size, N, N)
+    columns = Columns(sizes=(*sizes, d, 0), from_s=(*sizes, 0, 0))
+    from_x = torch.cat([torch.randn(batch, length, sum(sizes)) / 2, torch.randn(batch, length, d) - 5], dim=-1)
+    return SweepTerms(
+        x=torch.randn(batch, length, d),
+        from_x=from_x.to(dtype),
+        columns=columns,
+        A=-torch.arange(1.0, N + 1).repeat(d, 1),
+        D=torch.ones(d),
+        weight=torch.empty(sum(sizes), d).uniform_(-1, 1).div_(math.sqrt(2 * d)).to(dtype),
+        norm=(torch.ones(d), torch.zeros(d), 1e-6),
+        y=torch.zeros(batch, 1, d),
+        H=torch.zeros(batch, d, N),
+        mask=None,
+    )
+
+
+_SOLVER = Sequential(tolerance=0.1)
+
+_MIXERS: dict[str, Callable[[int], ChannelMixer]] = {
+    "h": lambda width: Householder(width, rank=2, a_max=2.0),
+    "k": lambda width: Kronecker(width, a_max=2.0, normalise="spectral"),
+    "dplr": lambda width: DPLR(width, rank=2, a_max=2.0),
+}
+
+
+def _of_mixer(
+    draw: Callable[[ChannelMixer, Shape, torch.dtype], dict[str, Any]], mixer: str
+) -> Callable[[Shape, torch.dtype], dict[str, Any]]:
+    return lambda shape, dtype: draw(_MIXERS[mixer](shape.width), shape, dtype)
+
+
 _ALL = {
     "diagonal_scan": Kernels("diagonal_scan", _diagonal_scan),
     "selective_scan": Kernels("selective_scan", _selective_scan),
     "ssd": Kernels("ssd", _ssd),
     "delta_rule": Kernels("delta_rule", _delta_rule),
     "delta_product": Kernels("delta_rule", _delta_product),
+    **{f"sweep_{mixer}": Kernels("fixed_point_sweep", _of_mixer(_sweep, mixer)) for mixer in _MIXERS},
+    **{f"iteration_{mixer}": Kernels("fixed_point_iteration", _of_mixer(_iteration, mixer)) for mixer in _MIXERS},
 }
 
-KERNELS = {name: kernels for name, kernels in _ALL.items() if importlib.util.find_spec(kernels.module)}
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the op
+        return False
+
+
+KERNELS = {name: kernels for name, kernels in _ALL.items() if _exists(kernels.module)}

@@ -15,16 +15,22 @@ import torch
 from torch import Tensor
 
 from fpexp.bench import selective_scan as scan_inputs
+from fpexp.bench.device import subjects
 from fpexp.bench.device.part import Finding, Item, Setup
 from fpexp.bench.ops import delta_inputs, diagonal_inputs, product_inputs, ssd_inputs
+from fpexp.bench.truth import step_checks
 from fpexp.ops.backend import available
 from fpexp.ops.delta_rule import delta_rule
 from fpexp.ops.diagonal_scan import diagonal_scan
 from fpexp.ops.selective_scan import selective_scan
 from fpexp.ops.ssd import ssd
+from fpexp.randomness import generator
 
 LIMITS = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Largest error of an output or a gradient, relative to its largest entry."""
+
+MODELS = (*subjects.FIXED_POINTS, "mamba", "mamba2", "gdn", "deltaproduct")
+SEQUENCES = 16
 
 WIDE = ("A", "D", "state")
 """Weights and states: float32 beside narrower inputs."""
@@ -66,13 +72,28 @@ def _delta(draw: Callable[..., dict[str, Tensor]], batch: int, length: int, size
 
 
 def items(setup: Setup) -> dict[str, Item]:
-    """One for each case in each type."""
+    """One for each case in each type, and one for each model."""
     dtypes = [torch.float32] if setup.rehearse else list(LIMITS)
-    return {
+    found: dict[str, Item] = {
         f"{name}, {str(dtype).removeprefix('torch.')}": partial(_check, name, case, dtype, setup)
         for name, case in cases(setup).items()
         for dtype in dtypes
     }
+    return found | {f"a step of {name}": partial(_check_step, name, setup) for name in MODELS}
+
+
+def _check_step(name: str, setup: Setup) -> list[Finding]:
+    """Loss and gradients of a training step, at the fixed points that were found."""
+    torch.backends.cudnn.allow_tf32 = False
+    experiment = subjects.make(name, setup.device, setup.rehearse, precision="float32")
+    length = experiment.task.lengths.max
+    batch = experiment.task.sample(4 if setup.rehearse else SEQUENCES, length, generator(0, "bench")).to(setup.device)
+    cap = experiment.schedule.training_cap(length, generator(0, "bench", 1))
+    checks = step_checks(experiment.model, batch, cap)
+    said = ", ".join(f"{check.what.removeprefix('relative ')} {check.value:.0e}" for check in checks)
+    limits = ", ".join(f"{check.limit:g}" for check in checks)
+    numbers = {check.what: check.value for check in checks}
+    return [Finding(f"a step of {name}", said, f"at most {limits}", all(c.passed for c in checks), numbers)]
 
 
 def _check(name: str, case: Case, dtype: torch.dtype, setup: Setup) -> list[Finding]:

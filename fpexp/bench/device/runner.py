@@ -55,39 +55,43 @@ def _run_lane(part: Part, lane: str, end: float, rehearse: bool) -> Iterator[Row
     """Do a lane's items; where a child dies or hangs over one, another goes on with the next."""
     skip = 0
     while True:
-        with tempfile.TemporaryDirectory(prefix="fpexp-device-") as folder:
-            log = Path(folder) / "steps"
-            log.touch()
-            words = [part.module, str(log), lane, str(skip), str(rehearse)]
-            how = _watch(
-                [sys.executable, "-m", "fpexp.bench.device.child", *words], log, end, part.item_limit, rehearse
-            )
-            steps = [json.loads(line) for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        names, under_way = _names(steps), ""
-        for step in steps:
-            under_way = step.get("began", "" if "done" in step else under_way)
-            if "failed" in step:
-                yield _failure("", step["failed"])
-            elif "error" in step:
-                yield _failure(step["done"], step["error"])
-            elif "rows" in step:
-                yield from ({"item": step["done"], "error": "", **row} for row in step["rows"])
-        if names is None:
-            if not any("failed" in step for step in steps):
-                yield _failure("", how or "ended without a word")
-            return
-        if under_way:
-            yield _failure(under_way, how or "ended without a word")
-        skip += sum("began" in step for step in steps)
+        steps, how = _do(part, lane, skip, end, rehearse)
+        yield from _rows(steps, how)
+        names: list[str] = next((step["items"] for step in steps if "items" in step), [])
+        begun = sum("began" in step for step in steps)
+        skip += begun
         if skip >= len(names):
             return
-        if time.monotonic() >= end:
+        if not begun or time.monotonic() >= end:
             yield from (_failure(name, "not tried: the part's time was over") for name in names[skip:])
             return
 
 
-def _names(steps: Sequence[Mapping[str, Any]]) -> list[str] | None:
-    return next((step["items"] for step in steps if "items" in step), None)
+def _do(part: Part, lane: str, skip: int, end: float, rehearse: bool) -> tuple[list[dict[str, Any]], str]:
+    """Return the steps that a child has written down, and how it ended; empty where all went well."""
+    with tempfile.TemporaryDirectory(prefix="fpexp-device-") as folder:
+        log = Path(folder) / "steps"
+        log.touch()
+        words = [part.module, str(log), lane, str(skip), str(rehearse)]
+        command = [sys.executable, "-m", "fpexp.bench.device.child", *words]
+        how = _watch(command, log, end, part.item_limit, rehearse)
+        whole = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [json.loads(line) for line in whole], how
+
+
+def _rows(steps: Sequence[Mapping[str, Any]], how: str) -> Iterator[Row]:
+    """Yield what a child has found; what it was at when it ended has failed."""
+    under_way: str | None = ""
+    for step in steps:
+        under_way = step.get("began")
+        if "failed" in step:
+            yield _failure("", step["failed"])
+        elif "error" in step:
+            yield _failure(step["done"], step["error"])
+        elif "rows" in step:
+            yield from ({"item": step["done"], "error": "", **row} for row in step["rows"])
+    if under_way is not None:
+        yield _failure(under_way, how or "ended without a word")
 
 
 def _failure(item: str, error: str) -> Row:

@@ -42,9 +42,9 @@ def read(name: str) -> RunConfig:
         raise FpexpError(f"{FILE.name}: {error}; make it anew: python -m fpexp.bench.device.subjects") from error
 
 
-def make(name: str, device: str, rehearse: bool) -> Experiment:
+def make(name: str, device: str, rehearse: bool, precision: str = "auto") -> Experiment:
     """Build a subject on a device; with `rehearse` at sizes that say nothing."""
-    config = read(name).to_dict() | {"device": device}
+    config = read(name).to_dict() | {"device": device, "precision": precision}
     if rehearse:
         config["model"]["d_model"] = 16
         config["model"] |= {key: 8 for key in ("head_size", "state_size") if config["model"].get(key)}
