@@ -12,6 +12,7 @@ stands in `PREDICTIONS` with the number of programs below which multiprocessors 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -123,6 +124,33 @@ def _ssd(states: int = 0, N: int = 0, P: int = 0, Q: int = 0) -> Counts:
     return count
 
 
+def _delta(KV: int = 0, LV: int = 0, LK: int = 0, LL: int = 0, inverse: bool = False) -> Counts:
+    """Products of a Householder step, a row of a chunk of L: so many of the numbers of each of these matrices.
+
+    With `inverse` those that join the blocks of one: two of L L numbers for each doubling of their size.
+    """
+
+    def count(arguments: Arguments) -> dict[str, float]:
+        K, V, L = arguments["k"].shape[-1], arguments.get("V", 0), arguments["STEPS"]
+        numbers = KV * K * V + LV * L * V + LK * L * K + LL * L * L
+        if inverse:
+            numbers += 2 * L * L * (math.log2(L) - 1)
+        return {"products": 2.0 * arguments["beta"].numel() * numbers}
+
+    return count
+
+
+_DELTA_RULE = {
+    "solve": _delta(LK=2, inverse=True),
+    "states": _delta(KV=2, LV=1),
+    "outputs": _delta(KV=2, LV=2),
+    "solve, back": _delta(LK=2, inverse=True),
+    "write, back": _delta(KV=1, LV=2),
+    "states, back": _delta(KV=3, LV=1),
+    "squares, back": _delta(LV=2, LK=1, LL=1),
+    "q and k, back": _delta(KV=3, LK=3),
+}
+
 COUNTS: Mapping[str, Mapping[str, Counts]] = {
     "diagonal_scan": {"forward": _each("x", arithmetic=2), "backward": _each("h", arithmetic=3)},
     "selective_scan": {
@@ -138,6 +166,8 @@ COUNTS: Mapping[str, Mapping[str, Counts]] = {
         "b and c, back": _ssd(states=2, N=2, P=1),
         "x and delta, back": _ssd(states=2, N=1, P=2, Q=1),
     },
+    "delta_rule": _DELTA_RULE,
+    "delta_product": _DELTA_RULE,
 }
 """By kernels and launch."""
 
