@@ -16,6 +16,10 @@ FLUSH = 256 * 2**20
 """Bytes that are written before each timing, so that nothing is found in the L2 cache."""
 
 
+LEAST, MOST, ENOUGH = 3, 20, 500.0
+"""Calls that are timed, at least and at most, and milliseconds that they may take together beyond the least."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """Where to compute. A rehearsal has sizes that say nothing, for a CPU and Triton's interpreter."""
@@ -28,12 +32,16 @@ class Setup:
         if self.device != "cpu":
             torch.cuda.synchronize()
 
-    def milliseconds(self, work: Callable[[], object], repeats: int = 20) -> float:
-        """Return the median time of some work on the device, after one call that is not counted; of one call in a
-        rehearsal."""
+    def milliseconds(self, work: Callable[[], object]) -> float:
+        """Return the median time of some work on the device, of some calls after two; of one call in a rehearsal."""
         if self.rehearse:
             return _clocked(work)
         work()
+        self.synchronize()
+        began_at = time.perf_counter()
+        work()
+        self.synchronize()
+        repeats = max(LEAST, min(MOST, int(ENOUGH / (1e3 * (time.perf_counter() - began_at)))))
         if self.device == "cpu":
             return median(_clocked(work) for _ in range(repeats))
         cache = torch.empty(FLUSH, dtype=torch.int8, device=self.device)
