@@ -93,16 +93,16 @@ class _Row(NamedTuple):
         if architecture != H200:
             return numbers
         work, (floor, resource) = work_of(kernels, name, self.launch), floor_of(kernels, name, self.launch)
-        low, high = predict(kernels, name, self.launch)
-        return {
-            **numbers,
+        numbers |= {
             "megabytes": work.bytes / 1e6,
             "gigaoperations": work.operations / 1e9,
             "floor_us": floor * 1e6,
             "bound_by": resource,
-            "predicted_us_low": low * 1e6,
-            "predicted_us_high": high * 1e6,
         }
+        predicted = predict(kernels, name, self.launch)
+        if predicted is None:
+            return numbers
+        return {**numbers, "predicted_us_low": predicted[0] * 1e6, "predicted_us_high": predicted[1] * 1e6}
 
 
 def _why_too_large(shared: int, architecture: int) -> str:

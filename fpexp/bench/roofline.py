@@ -36,8 +36,11 @@ PASSES = {"bf16": 1, "tf32": 2, "tf32x3": 6}
 LAUNCH = 5e-6
 """Seconds that a launch takes where it has next to nothing to do."""
 
-IN_PLACE = {("ssd", "sums", "pass"), ("ssd", "sums", "pass, back")}
-"""(kernels, tensor, launch): what is read and then written over."""
+IN_PLACE = {("carry", "sums"), ("carry, back", "sums"), ("states, back", "residuals"), ("sweep", "H")}
+"""(launch, tensor): what is read and then written over."""
+
+EVALUATIONS = 6
+"""Of a token in a sweep, as trained models take on A5 (README.md)."""
 
 
 class Work(NamedTuple):
@@ -77,24 +80,29 @@ Counts = Callable[[Arguments], dict[str, float]]
 
 
 def work_of(kernels: str, name: str, launch: Any) -> Work:
-    """Return the work of a launch (`fpexp.ops.launch.triton.Launch`) of some kernels; KeyError for an unknown one."""
+    """Return the work of a launch (`fpexp.ops.launch.triton.Launch`); without a line in `COUNTS`, its bytes alone."""
     moved = sum(
-        value.nbytes * (2 if (kernels, key, name) in IN_PLACE else 1)
+        value.nbytes * (2 if (name, key) in IN_PLACE else 1)
         for key, value in launch.arguments.items()
         if isinstance(value, Tensor)
     )
-    return Work(moved, **COUNTS[kernels][name](launch.arguments))
+    count = COUNTS.get(kernels, {}).get(name)
+    return Work(moved, **count(launch.arguments)) if count else Work(moved)
 
 
 def floor_of(kernels: str, name: str, launch: Any) -> tuple[float, str]:
     """Return the floor of a launch in seconds, and the resource that sets it."""
-    return work_of(kernels, name, launch).floor(launch.arguments.get("PRECISION", "bf16"))
+    plan = launch.arguments.get("plan")
+    precision = launch.arguments.get("PRECISION") if plan is None else plan.precision
+    return work_of(kernels, name, launch).floor(precision or "bf16")
 
 
-def predict(kernels: str, name: str, launch: Any) -> tuple[float, float]:
-    """Return the seconds that a launch is predicted to take on an H200, at the least and at the most."""
+def predict(kernels: str, name: str, launch: Any) -> tuple[float, float] | None:
+    """Return the seconds that a launch is predicted to take on an H200, at the least and at the most; None: unknown."""
+    expected = PREDICTIONS.get(kernels, {}).get(name)
+    if expected is None:
+        return None
     floor, _ = floor_of(kernels, name, launch)
-    expected = PREDICTIONS[kernels][name]
     idle = max(1.0, expected.full / max(launch.programs, 1))
     is_narrow = any(isinstance(value, Tensor) and value.itemsize == 2 for value in launch.arguments.values())
     low, high = expected.narrow if expected.narrow and is_narrow else expected[:2]
@@ -109,7 +117,7 @@ def _each(tensor: str, **amounts: float) -> Counts:
 def _scan(**amounts: float) -> Counts:
     """Amounts for each of the B T d N elements of a selective scan."""
     return lambda arguments: {
-        key: amount * arguments["x"].numel() * arguments["A"].shape[1] for key, amount in amounts.items()
+        key: amount * arguments["delta"].numel() * arguments["A"].shape[1] for key, amount in amounts.items()
     }
 
 
@@ -140,6 +148,25 @@ def _delta(KV: int = 0, LV: int = 0, LK: int = 0, LL: int = 0, inverse: bool = F
     return count
 
 
+def _fixed_point(evaluations: int) -> Counts:
+    """Of FP-Mamba: a token's coefficients of s and its scan once, its mixer and norm at each evaluation."""
+
+    def count(arguments: Arguments) -> dict[str, float]:
+        x, mixer, N = arguments["x"], arguments["mixer"], arguments["N"]
+        d = x.shape[2]
+        tokens = x.numel() / d
+        kronecker = mixer.rows > 1
+        mixing = 2 * d * (mixer.rows + mixer.columns) if kronecker else 4 * d * mixer.size
+        eigenvalues = 2 * mixer.power_iterations * (mixer.rows**2 + mixer.columns**2) if kronecker else 0
+        return {
+            "products": 2 * tokens * arguments["weight"].numel(),
+            "arithmetic": tokens * (6 * d * N + eigenvalues + evaluations * (mixing + 10 * d)),
+            "exponentials": tokens * d * N,
+        }
+
+    return count
+
+
 _DELTA_RULE = {
     "solve": _delta(LK=2, inverse=True),
     "states": _delta(KV=2, LV=1),
@@ -151,40 +178,58 @@ _DELTA_RULE = {
     "q and k, back": _delta(KV=3, LK=3),
 }
 
+_CARRY = {name: _each("sums", arithmetic=2) for name in ("carry", "carry, back")}
+
 COUNTS: Mapping[str, Mapping[str, Counts]] = {
-    "diagonal_scan": {"forward": _each("x", arithmetic=2), "backward": _each("h", arithmetic=3)},
+    "diagonal_scan": {
+        **_CARRY,
+        "ends": _each("x", arithmetic=3),
+        "forward": _each("x", arithmetic=2),
+        "ends, back": _each("grad", arithmetic=3),
+        "backward": _each("h", arithmetic=3),
+    },
     "selective_scan": {
+        **_CARRY,
+        "ends": _scan(arithmetic=4, exponentials=1),
         "forward": _scan(arithmetic=6, exponentials=1),
+        "ends, back": _scan(arithmetic=4, exponentials=1),
         "backward": _scan(arithmetic=16, exponentials=1, shuffles=10),
     },
     "ssd": {
+        **_CARRY,
         "across": _ssd(states=1),
-        "pass": _each("sums", arithmetic=2),
         "outputs": _ssd(states=1, N=1, P=1),
         "across, back": _ssd(states=1),
-        "pass, back": _each("sums", arithmetic=2),
-        "b and c, back": _ssd(states=2, N=2, P=1),
-        "x and delta, back": _ssd(states=2, N=1, P=2, Q=1),
+        "b, back": _ssd(states=1, N=1, P=1),
+        "c, back": _ssd(states=1, N=1, P=1),
+        "x and delta, back": _ssd(states=2, N=1, P=2),
     },
     "delta_rule": _DELTA_RULE,
     "delta_product": _DELTA_RULE,
+    **{f"sweep_{mixer}": {"sweep": _fixed_point(EVALUATIONS)} for mixer in ("h", "k", "dplr")},
+    **{f"iteration_{mixer}": {"iteration": _fixed_point(1)} for mixer in ("h", "k", "dplr")},
 }
 """By kernels and launch."""
 
+_ONCE = Expected(1.1, 1.5, 132)
+"""Of what only moves numbers."""
+
 PREDICTIONS: Mapping[str, Mapping[str, Expected]] = {
     "diagonal_scan": {
-        "forward": Expected(1.1, 1.5, 190, narrow=(2.0, 3.0)),
-        "backward": Expected(1.1, 1.5, 190, narrow=(2.0, 3.0)),
+        **dict.fromkeys(_CARRY, _ONCE),
+        **dict.fromkeys(("ends", "forward", "ends, back", "backward"), Expected(1.1, 1.5, 190, narrow=(2.0, 3.0))),
     },
-    "selective_scan": {"forward": Expected(2.5, 5.0, 264), "backward": Expected(2.7, 4.0, 132)},
+    "selective_scan": {
+        **dict.fromkeys(_CARRY, _ONCE),
+        "ends": Expected(2.5, 5.0, 264),
+        "forward": Expected(2.5, 5.0, 264),
+        "ends, back": Expected(2.5, 5.0, 264),
+        "backward": Expected(2.7, 4.0, 132),
+    },
     "ssd": {
-        "across": Expected(1.3, 2.0, 132),
-        "pass": Expected(1.1, 1.5, 132),
-        "outputs": Expected(1.3, 2.0, 132),
-        "across, back": Expected(1.3, 2.0, 132),
-        "pass, back": Expected(1.1, 1.5, 132),
-        "b and c, back": Expected(1.6, 2.4, 132),
-        "x and delta, back": Expected(1.6, 2.4, 132),
+        **dict.fromkeys(_CARRY, _ONCE),
+        **dict.fromkeys(("across", "outputs"), Expected(1.3, 2.0, 132)),
+        **dict.fromkeys(("across, back", "b, back", "c, back", "x and delta, back"), Expected(1.5, 2.2, 132)),
     },
 }
 """By kernels and launch, from the docstrings of their modules."""

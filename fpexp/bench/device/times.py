@@ -55,13 +55,10 @@ def _time(case: Case, setup: Setup) -> list[Finding]:
     for name, launch in launches_of(case, setup).items():
         measured = setup.milliseconds(launch.run)
         floor, resource = floor_of(case.kernels, name, launch)
-        low, high = (1e3 * seconds for seconds in predict(case.kernels, name, launch))
-        rows.append(
-            Finding(
-                case.named(name),
-                f"{measured:.3g} ms",
-                f"{measured / (1e3 * floor):.1f} x {1e3 * floor:.3g} of {resource}, predicted {low:.3g} to {high:.3g}",
-                numbers={"ms": measured, "floor_ms": 1e3 * floor, "bound_by": resource, "predicted_ms": [low, high]},
-            )
-        )
+        against = f"{measured / (1e3 * floor):.1f} x {1e3 * floor:.3g} of {resource}"
+        predicted = predict(case.kernels, name, launch)
+        if predicted is not None:
+            against += f", predicted {1e3 * predicted[0]:.3g} to {1e3 * predicted[1]:.3g}"
+        numbers = {"ms": measured, "floor_ms": 1e3 * floor, "bound_by": resource, "predicted_s": predicted}
+        rows.append(Finding(case.named(name), f"{measured:.3g} ms", against, numbers=numbers))
     return rows
