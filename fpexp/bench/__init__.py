@@ -55,7 +55,7 @@ BENCHMARKS = {
     "kernels": Entry(
         "fpexp.bench.kernels",
         "registers, shared memory and spills of Triton's kernels, compiled for GPUs that are not here (--compile-only)",
-        "compile_only=true scales=[cpu,gpu,paper,copy] dtypes=[float32,bfloat16] architectures=[80,90,100]",
+        "compile_only=true scales=[cpu,gpu,paper,copy,long] dtypes=[float32,bfloat16] architectures=[80,90,100]",
     ),
     "second_start": Entry(
         "fpexp.bench.second_start",

@@ -4,6 +4,7 @@
     gpu    language on one GPU: B 64, T 1024, d 512, N 16
     paper  language as in the paper: B 2, T 2048, d 2048, N 16
     copy   copying as in the paper: B 128, T 128, d 2048, N 32
+    long   one long sequence, where the scans cut time into pieces: B 1, T 16384, d 1024, N 16
 
 d is a layer's inner width, N the state of the selective scan. SSD has heads of 64 and N 128. The delta rules have a
 model width of d / 2 and heads as Gated DeltaNet and DeltaProduct make them: of 128, at least two. Sweeps and iterations
@@ -47,6 +48,7 @@ SCALES = {
     "gpu": Shape(64, 1024, 512, 16),
     "paper": Shape(2, 2048, 2048, 16),
     "copy": Shape(128, 128, 2048, 32),
+    "long": Shape(1, 16384, 1024, 16),
 }
 
 

@@ -30,7 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpexp.ops.launch.triton import COMPUTE, Launch
+from fpexp.ops.launch.triton import COMPUTE, Launch, run_all
+from fpexp.ops.pieces.triton import MULTIPROCESSORS, carry, tiles_of_a_piece
 
 _CHANNELS = 32
 """A lane each."""
@@ -38,52 +39,93 @@ _CHANNELS = 32
 _TOKENS = 32
 """In a tile at most: each is a register for each tensor, and two for its address."""
 
+_PROGRAMS = 4 * MULTIPROCESSORS
+"""That keep memory busy: where pieces of time do not make more of them, time is cut."""
+
 
 def diagonal_scan(a: Tensor, x: Tensor, state: Tensor | None = None) -> Tensor:
     """See `fpexp.ops.diagonal_scan`. What is not contiguous is copied."""
     arguments = (a, x, state)
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in arguments):
         return cast(Tensor, _DiagonalScan.apply(*arguments))
-    h, launch = forward(a.contiguous(), x.contiguous(), None if state is None else state.contiguous())
-    launch.run()
+    h, steps = forward(a.contiguous(), x.contiguous(), None if state is None else state.contiguous())
+    run_all(steps)
     return h
 
 
 def launches(a: Tensor, x: Tensor, state: Tensor | None = None) -> dict[str, Launch]:
     """What training launches for contiguous arguments, by name; meta tensors will do to compile it."""
-    h, onwards = forward(a, x, state)
-    return {"forward": onwards, "backward": backward(a, h, state, h)[1]}
+    h, steps = forward(a, x, state)
+    return steps | backward(a, h, state, h)[1]
 
 
-def forward(a: Tensor, x: Tensor, state: Tensor | None) -> tuple[Tensor, Launch]:
-    """Return h, not yet filled, and what fills it; arguments are contiguous."""
-    h = torch.empty_like(x)
-    return h, _launch(_forward, x, a=a, x=x, state=state, h=h)
+def forward(a: Tensor, x: Tensor, state: Tensor | None) -> tuple[Tensor, dict[str, Launch]]:
+    """Return h, not yet filled, and what fills it, by name; arguments are contiguous."""
+    h, tensors, steps = torch.empty_like(x), {"a": a, "x": x}, {}
+    if (ends := _room_for_ends(x)) is not None:
+        products, sums = ends
+        steps["ends"] = _launch(_forward, x, **tensors, state=None, h=None, products=products, ends=sums)
+        steps["carry"] = carry(products, sums, state, None)
+        state = sums
+    steps["forward"] = _launch(_forward, x, **tensors, state=state, h=h, products=None, ends=None)
+    return h, steps
 
 
-def backward(a: Tensor, h: Tensor, state: Tensor | None, grad: Tensor) -> tuple[list[Tensor | None], Launch]:
+def backward(
+    a: Tensor, h: Tensor, state: Tensor | None, grad: Tensor
+) -> tuple[list[Tensor | None], dict[str, Launch]]:
     """Return the gradients of a, x and state, not yet filled, and what fills them; arguments are contiguous."""
     da, dx = torch.empty_like(a), torch.empty_like(h)
     dstate = None if state is None else torch.empty_like(state)
-    tensors = {"a": a, "h": h, "state": state, "grad": grad, "da": da, "dx": dx, "dstate": dstate}
-    return [da, dx, dstate], _launch(_backward, h, **tensors)
+    tensors, owed, steps, ends = {"a": a, "grad": grad}, None, {}, dstate
+    if (room := _room_for_ends(h)) is not None:
+        products, owed = room
+        nothing = dict.fromkeys(("h", "state", "owed", "da", "dx"))
+        steps["ends, back"] = _launch(_backward, h, **tensors, **nothing, products=products, ends=owed)
+        steps["carry, back"] = carry(products, owed, None, dstate, back=True)
+        ends = None
+    tensors |= {"h": h, "state": state, "owed": owed, "da": da, "dx": dx}
+    steps["backward"] = _launch(_backward, h, **tensors, products=None, ends=ends)
+    return [da, dx, dstate], steps
+
+
+def _tile(like: Tensor) -> tuple[int, int]:
+    """Return its tokens and channels."""
+    return tuple(min(most, triton.next_power_of_2(size)) for most, size in zip((_TOKENS, _CHANNELS), like.shape[1:]))
+
+
+def _span(like: Tensor) -> int:
+    """Return the tokens of a piece."""
+    (batch, length, width), (tokens, channels) = like.shape, _tile(like)
+    programs = batch * triton.cdiv(width, channels)
+    return tokens * tiles_of_a_piece(triton.cdiv(length, tokens), programs, _PROGRAMS)
+
+
+def _room_for_ends(like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return room for the product of the decays of each piece and for its end from zero, (B, pieces, d).
+
+    None where time is one piece.
+    """
+    batch, length, width = like.shape
+    pieces = triton.cdiv(length, _span(like))
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    products, ends = like.new_empty(2, batch, pieces, width, dtype=dtype)
+    return None if pieces == 1 else (products, ends)
 
 
 def _launch(kernel: Any, like: Tensor, **tensors: Tensor | None) -> Launch:
-    batch, length, width = like.shape
-    channels = min(_CHANNELS, triton.next_power_of_2(width))
-    tokens = min(_TOKENS, triton.next_power_of_2(length))
-    sizes = {"length": length, "width": width, "CHANNELS": channels, "TOKENS": tokens}
-    arguments = {**tensors, **sizes, "COMPUTE": COMPUTE.get(like.dtype, tl.float32)}
-    return Launch(kernel, batch * triton.cdiv(width, channels), 1, arguments)
+    (batch, length, width), (tokens, channels), span = like.shape, _tile(like), _span(like)
+    sizes = {"length": length, "span": span, "width": width, "CHANNELS": channels, "TOKENS": tokens}
+    programs = batch * triton.cdiv(length, span) * triton.cdiv(width, channels)
+    return Launch(kernel, programs, 1, {**tensors, **sizes, "COMPUTE": COMPUTE.get(like.dtype, tl.float32)})
 
 
 class _DiagonalScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, x: Tensor, state: Tensor | None) -> Tensor:
         a, state = a.contiguous(), None if state is None else state.contiguous()
-        h, launch = forward(a, x.contiguous(), state)
-        launch.run()
+        h, steps = forward(a, x.contiguous(), state)
+        run_all(steps)
         ctx.save_for_backward(a, h, state)
         return h
 
@@ -91,12 +133,13 @@ class _DiagonalScan(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, h, state = ctx.saved_tensors
-        gradients, launch = backward(a, h, state, grad.contiguous())
-        launch.run()
+        gradients, steps = backward(a, h, state, grad.contiguous())
+        run_all(steps)
         return tuple(gradients)
 
 
-# Kernels. The place of a tile is 64-bit, places inside it are 32-bit.
+# Kernels. A program is a piece of a sequence, and a block of channels. The place of a tile is 64-bit, places inside it
+# are 32-bit. Where room for `products` is given, only these and the ends of the pieces are found.
 
 
 @triton.jit
@@ -106,57 +149,76 @@ def _after(a1, h1, a2, h2):  # h -> a1 h + h1, and after it h -> a2 h + h2
 
 @triton.jit(do_not_specialize=["width"])
 def _forward(
-    a, x, state, h, length, width, CHANNELS: tl.constexpr, TOKENS: tl.constexpr, COMPUTE: tl.constexpr
+    a, x, state, h, products, ends, length, span, width,
+    CHANNELS: tl.constexpr, TOKENS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(width, CHANNELS)
-    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    blocks, pieces = tl.cdiv(width, CHANNELS), tl.cdiv(length, span)
+    row = (tl.program_id(0) // blocks).to(tl.int64)  # sequence * pieces + piece
+    sequence, begin = row // pieces, tl.program_id(0) // blocks % pieces * span
+    stop = tl.minimum(begin + span, length)
     channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
     token = tl.arange(0, TOKENS)
     place = token[:, None] * width + channel[None, :]
-    carried = tl.zeros([CHANNELS], COMPUTE)
+    carried, whole = tl.zeros([CHANNELS], COMPUTE), tl.full([CHANNELS], 1, COMPUTE)
     if state is not None:
-        carried = tl.load(state + sequence * width + channel, channel < width, other=0).to(COMPUTE)
-    for start in tl.range(0, length, TOKENS, num_stages=3):
+        carried = tl.load(state + row * width + channel, channel < width, other=0).to(COMPUTE)
+    for start in tl.range(begin, stop, TOKENS, num_stages=3):
         at = (sequence * length + start) * width
-        inside = (start + token < length)[:, None] & (channel < width)[None, :]
+        inside = (start + token < stop)[:, None] & (channel < width)[None, :]
         # Tokens past the end leave the state alone.
         a_tile = tl.where(inside, tl.load(a + at + place, inside, other=0).to(COMPUTE), 1)
         h_tile = tl.load(x + at + place, inside, other=0).to(COMPUTE)
         h_tile += tl.where(token[:, None] == 0, a_tile * carried[None, :], 0)
-        _, h_tile = tl.associative_scan((a_tile, h_tile), 0, _after)
-        tl.store(h + at + place, h_tile.to(h.dtype.element_ty), inside)
+        a_tile, h_tile = tl.associative_scan((a_tile, h_tile), 0, _after)
         carried = tl.sum(tl.where(token[:, None] == TOKENS - 1, h_tile, 0), 0)
+        if products is None:
+            tl.store(h + at + place, h_tile.to(h.dtype.element_ty), inside)
+        else:
+            whole *= tl.sum(tl.where(token[:, None] == TOKENS - 1, a_tile, 0), 0)
+    if products is not None:
+        tl.store(products + row * width + channel, whole, channel < width)
+        tl.store(ends + row * width + channel, carried, channel < width)
 
 
 @triton.jit(do_not_specialize=["width"])
 def _backward(
-    a, h, state, grad, da, dx, dstate, length, width,
+    a, h, state, grad, owed, da, dx, products, ends, length, span, width,
     CHANNELS: tl.constexpr, TOKENS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(width, CHANNELS)
-    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    blocks, pieces = tl.cdiv(width, CHANNELS), tl.cdiv(length, span)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    sequence, begin = row // pieces, tl.program_id(0) // blocks % pieces * span
+    stop = tl.minimum(begin + span, length)
     channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
     token = tl.arange(0, TOKENS)
     place = -token[:, None] * width + channel[None, :]
     first = tl.zeros([CHANNELS], COMPUTE)
     if state is not None:
         first = tl.load(state + sequence * width + channel, channel < width, other=0).to(COMPUTE)
-    g_later = tl.zeros([CHANNELS], COMPUTE)
+    g_later, whole = tl.zeros([CHANNELS], COMPUTE), tl.full([CHANNELS], 1, COMPUTE)
+    if owed is not None:
+        g_later = tl.load(owed + row * width + channel, channel < width, other=0)
     # Rows of a tile go back in time: Triton's own reversed scan moves every number to another lane and back.
-    for last in tl.range(length - 1, -1, -TOKENS, num_stages=3):
+    for last in tl.range(stop - 1, begin - 1, -TOKENS, num_stages=3):
         at = (sequence * length + last) * width
         t, within = last - token[:, None], (channel < width)[None, :]
-        inside = (t >= 0) & within
-        a_next = tl.load(a + at + width + place, inside & (t < length - 1), other=0).to(COMPUTE)
+        inside = (t >= begin) & within
+        a_next = tl.load(a + at + width + place, inside & (t < stop - 1), other=0).to(COMPUTE)
+        a_next = tl.where(t < stop - 1, a_next, 1)  # what is owed has been through the piece after
         g = tl.load(grad + at + place, inside, other=0).to(COMPUTE)
         g += tl.where(token[:, None] == 0, a_next * g_later[None, :], 0)
-        _, g = tl.associative_scan((a_next, g), 0, _after)
-        before = tl.load(h + at - width + place, inside & (t > 0), other=0).to(COMPUTE)
-        before += tl.where(t == 0, first[None, :], 0)
-        tl.store(dx + at + place, g.to(dx.dtype.element_ty), inside)
-        tl.store(da + at + place, (g * before).to(da.dtype.element_ty), inside)
-        g_later = tl.sum(tl.where(t == tl.maximum(last - TOKENS + 1, 0), g, 0), 0)
-    if dstate is not None:
-        a_first = tl.load(a + sequence * length * width + channel, channel < width, other=0).to(COMPUTE)
-        owed = (a_first * g_later).to(dstate.dtype.element_ty)
-        tl.store(dstate + sequence * width + channel, owed, channel < width)
+        a_next, g = tl.associative_scan((a_next, g), 0, _after)
+        earliest = t == tl.maximum(last - TOKENS + 1, begin)
+        g_later = tl.sum(tl.where(earliest, g, 0), 0)
+        if products is None:
+            before = tl.load(h + at - width + place, inside & (t > 0), other=0).to(COMPUTE)
+            before += tl.where(t == 0, first[None, :], 0)
+            tl.store(dx + at + place, g.to(dx.dtype.element_ty), inside)
+            tl.store(da + at + place, (g * before).to(da.dtype.element_ty), inside)
+        else:
+            whole *= tl.sum(tl.where(earliest, a_next, 0), 0)
+    if ends is not None:
+        a_first = tl.load(a + (sequence * length + begin) * width + channel, channel < width, other=0).to(COMPUTE)
+        tl.store(ends + row * width + channel, (a_first * g_later).to(ends.dtype.element_ty), channel < width)
+        if products is not None:
+            tl.store(products + row * width + channel, a_first * whole, channel < width)

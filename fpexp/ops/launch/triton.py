@@ -84,6 +84,12 @@ class Launch:
         return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
+def run_all(launches: Mapping[str, Launch]) -> None:
+    """Start them one after another."""
+    for launch in launches.values():
+        launch.run()
+
+
 def _usage(compiled: Any, capability: int) -> Usage:
     """Ask the assembler's own tool about the machine code."""
     with tempfile.TemporaryDirectory(prefix="fpexp-cubin-") as folder:

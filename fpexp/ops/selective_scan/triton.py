@@ -41,7 +41,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpexp.ops.launch.triton import COMPUTE, Launch
+from fpexp.ops.launch.triton import COMPUTE, Launch, run_all
+from fpexp.ops.pieces.triton import MULTIPROCESSORS, carry, tiles_of_a_piece
 
 _CHANNELS = 32
 """A lane each."""
@@ -54,6 +55,9 @@ _TOKENS = 16
 
 _WARPS, _WARPS_BACK = 8, 16
 """At most: so many that registers leave room for two programs on a multiprocessor forward, and none spills backward."""
+
+_PROGRAMS = 2 * MULTIPROCESSORS
+"""That there is room for at a time, forward: where pieces of time do not make more of them, time is cut."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -72,8 +76,8 @@ def selective_scan(
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in arguments):
         return cast(tuple[Tensor, Tensor], _SelectiveScan.apply(*arguments))
     problem = Problem.of(*arguments)
-    y, H, launch = forward(problem, kept=None)
-    launch.run()
+    y, H, steps = forward(problem, kept=None)
+    run_all(steps)
     return y, H
 
 
@@ -83,8 +87,8 @@ def launches(
     """What training launches for contiguous arguments, by name; meta tensors will do to compile it."""
     problem = Problem.of(x, delta, A, b, c, D, state)
     kept = problem.empty_kept()
-    y, H, onwards = forward(problem, kept)
-    return {"forward": onwards, "backward": backward(problem, kept, y, H)[1]}
+    y, H, steps = forward(problem, kept)
+    return steps | backward(problem, kept, y, H)[1]
 
 
 class Problem(NamedTuple):
@@ -123,6 +127,17 @@ class Problem(NamedTuple):
         """Of channels."""
         return triton.cdiv(self.x.shape[2], self.channels)
 
+    @property
+    def span(self) -> int:
+        """Tokens of a piece."""
+        tiles = triton.cdiv(self.x.shape[1], self.tokens)
+        return self.tokens * tiles_of_a_piece(tiles, self.x.shape[0] * self.blocks, _PROGRAMS)
+
+    @property
+    def pieces(self) -> int:
+        """Of time."""
+        return triton.cdiv(self.x.shape[1], self.span)
+
     def new_empty(self, *shape: int) -> Tensor:
         """Room for numbers in the type that is computed in."""
         dtype = torch.float64 if self.x.dtype == torch.float64 else torch.float32
@@ -133,26 +148,40 @@ class Problem(NamedTuple):
         batch, length, width = self.x.shape
         return self.new_empty(batch, triton.cdiv(length, self.tokens), self.A.shape[1], width)
 
-    def launch(self, kernel: Any, warps: int, **tensors: Tensor | None) -> Launch:
-        """Return a launch of `kernel` on these arguments and on `tensors`, which follow them."""
+    def launch(self, kernel: Any, warps: int, **given: Any) -> Launch:
+        """Return a launch of `kernel` on what is given, a program a piece of each sequence and block of channels."""
         batch, length, width = self.x.shape
-        sizes = {"length": length, "width": width, "N": self.A.shape[1]}
+        sizes = {"length": length, "span": self.span, "width": width, "N": self.A.shape[1]}
         sizes |= {"CHANNELS": self.channels, "STATES": self.states, "TOKENS": self.tokens}
-        arguments = {**self._asdict(), **tensors, **sizes}
-        arguments["COMPUTE"] = COMPUTE.get(self.x.dtype, tl.float32)
-        return Launch(kernel, batch * self.blocks, min(warps, self.states), arguments)
+        arguments = {**given, **sizes, "COMPUTE": COMPUTE.get(self.x.dtype, tl.float32)}
+        return Launch(kernel, batch * self.pieces * self.blocks, min(warps, self.states), arguments)
+
+    def between(
+        self, values: Tensor, rows: Tensor, first: Tensor | None, last: Tensor | None, back: bool = False
+    ) -> tuple[Tensor, dict[str, Launch]]:
+        """Return states (B, pieces, d, N), not yet filled, and what fills them, by name.
+
+        They are those before the pieces, from `first` to `last`, or, going `back`, what the later pieces owe.
+        """
+        products, ends = self.new_empty(2, self.x.shape[0], self.pieces, *self.A.shape)
+        tensors = {"values": values, "delta": self.delta, "A": self.A, "rows": rows, "products": products, "ends": ends}
+        launch, suffix = self.launch(_ends, _WARPS, **tensors, BACK=back), ", back" if back else ""
+        return ends, {f"ends{suffix}": launch, f"carry{suffix}": carry(products, ends, first, last, back)}
 
 
-def forward(problem: Problem, kept: Tensor | None) -> tuple[Tensor, Tensor, Launch]:
-    """Return y and the last H, not yet filled, and what fills them and `kept`."""
-    y = torch.empty_like(problem.x)
-    batch, _, width = problem.x.shape
-    H = problem.new_empty(batch, width, problem.A.shape[1])
-    return y, H, problem.launch(_forward, _WARPS, y=y, final=H, kept=kept)
+def forward(problem: Problem, kept: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Launch]]:
+    """Return y and the last H, not yet filled, and what fills them and `kept`, by name."""
+    p, steps = problem, {}
+    y, H = torch.empty_like(p.x), p.new_empty(p.x.shape[0], *p.A.shape)
+    tensors = {**p._asdict(), "final": H}
+    if p.pieces > 1:
+        tensors["state"], steps = p.between(p.x, p.b, p.state, H)
+        tensors["final"] = None
+    return y, H, steps | {"forward": p.launch(_forward, _WARPS, **tensors, y=y, kept=kept)}
 
 
 class Gradients(NamedTuple):
-    """Of x, delta and the state; of A and D for each sequence, of b and c for each block of channels."""
+    """Of x, delta and the state; of A and D for each piece, of b and c for each block of channels."""
 
     dx: Tensor
     ddelta: Tensor
@@ -163,21 +192,27 @@ class Gradients(NamedTuple):
     dstate: Tensor | None
 
 
-def backward(problem: Problem, kept: Tensor, grad_y: Tensor, grad_H: Tensor | None) -> tuple[Gradients, Launch]:
-    """Return gradients, not yet filled, and what fills them."""
+def backward(
+    problem: Problem, kept: Tensor, grad_y: Tensor, grad_H: Tensor | None
+) -> tuple[Gradients, dict[str, Launch]]:
+    """Return gradients, not yet filled, and what fills them, by name."""
     batch, length, width = problem.x.shape
     N = problem.A.shape[1]
     gradients = Gradients(
         dx=torch.empty_like(problem.x),
         ddelta=torch.empty_like(problem.delta),
-        dA=problem.new_empty(batch, width, N),
+        dA=problem.new_empty(batch * problem.pieces, width, N),
         db=problem.new_empty(problem.blocks, batch, length, N),
         dc=problem.new_empty(problem.blocks, batch, length, N),
-        dD=problem.new_empty(batch, width),
+        dD=problem.new_empty(batch * problem.pieces, width),
         dstate=None if problem.state is None else torch.empty_like(problem.state),
     )
-    given = {"kept": kept, "grad_y": grad_y, "grad_final": grad_H}
-    return gradients, problem.launch(_backward, _WARPS_BACK, **given, **gradients._asdict())
+    tensors, steps = {**problem._asdict(), **gradients._asdict(), "kept": kept, "grad_y": grad_y, "owed": grad_H}, {}
+    del tensors["state"]
+    if problem.pieces > 1:
+        tensors["owed"], steps = problem.between(grad_y, problem.c, grad_H, gradients.dstate, back=True)
+        tensors["dstate"] = None
+    return gradients, steps | {"backward": problem.launch(_backward, _WARPS_BACK, **tensors)}
 
 
 class _SelectiveScan(torch.autograd.Function):
@@ -185,8 +220,8 @@ class _SelectiveScan(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         problem = Problem.of(*arguments)
         kept = problem.empty_kept()
-        y, H, launch = forward(problem, kept)
-        launch.run()
+        y, H, steps = forward(problem, kept)
+        run_all(steps)
         ctx.save_for_backward(*problem, kept)
         ctx.set_materialize_grads(False)
         return y, H
@@ -197,8 +232,8 @@ class _SelectiveScan(torch.autograd.Function):
         *arguments, kept = ctx.saved_tensors
         problem = Problem(*arguments)
         grad_y = torch.zeros_like(problem.x) if grad_y is None else grad_y.contiguous()
-        found, launch = backward(problem, kept, grad_y, None if grad_H is None else grad_H.contiguous())
-        launch.run()
+        found, steps = backward(problem, kept, grad_y, None if grad_H is None else grad_H.contiguous())
+        run_all(steps)
         dA, db, dc, dD = (
             part.sum(0).to(tensor.dtype)
             for part, tensor in zip((found.dA, found.db, found.dc, found.dD), problem[2:6], strict=True)
@@ -206,8 +241,52 @@ class _SelectiveScan(torch.autograd.Function):
         return found.dx, found.ddelta, dA, db, dc, dD, found.dstate
 
 
-# Kernels. The place of a tile is 64-bit, places inside it are 32-bit. `width` is not specialised: were it known that 16
-# divides it, loads would take four channels a lane, and the scan with them would go across lanes.
+# Kernels. A program is a piece of a sequence, and a block of channels. The place of a tile is 64-bit, places inside it
+# are 32-bit. `width` is not specialised: were it known that 16 divides it, loads would take four channels a lane, and
+# the scan with them would go across lanes.
+
+
+@triton.jit(do_not_specialize=["width"])
+def _ends(
+    values, delta, A, rows, products, ends, length, span, width, N, BACK: tl.constexpr,
+    CHANNELS: tl.constexpr, STATES: tl.constexpr, TOKENS: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Find the decay of each piece, and the state that it ends with from zero, or what it owes of its own, `BACK`.
+
+    Either is a sum of value_t row_t over tokens, decayed from the token to the end of the piece, or up to and with the
+    token from the start. So go from where no decay is, and sum delta on the way.
+    """
+    blocks, pieces = tl.cdiv(width, CHANNELS), tl.cdiv(length, span)
+    row = (tl.program_id(0) // blocks).to(tl.int64)  # sequence * pieces + piece
+    sequence, begin = row // pieces, tl.program_id(0) // blocks % pieces * span
+    stop = tl.minimum(begin + span, length)
+    token, n = tl.arange(0, TOKENS), tl.arange(0, STATES)
+    channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
+    there, states = (channel < width)[None, :], (n < N)[None, :]
+    present = (n < N)[:, None] & there
+    in_state = channel[None, :] * N + n[:, None]
+    rate = tl.load(A + in_state, present, other=0).to(COMPUTE) * _LOG2_E
+    on = token if BACK else -token
+    in_tile, in_row = on[:, None] * width + channel[None, :], on[:, None] * N + n[None, :]
+    passed, end = tl.zeros([CHANNELS], COMPUTE), tl.zeros([STATES, CHANNELS], COMPUTE)
+    for gone in range(0, stop - begin, TOKENS):
+        at = sequence * length + (begin + gone if BACK else stop - 1 - gone)
+        inside = (gone + token < stop - begin)[:, None]
+        value = tl.load(values + at * width + in_tile, inside & there, other=0).to(COMPUTE)
+        step = tl.load(delta + at * width + in_tile, inside & there, other=0).to(COMPUTE)
+        if not BACK:  # the write at a token is decayed by those after it
+            value *= step
+            after = inside & there & (gone + token > 0)[:, None]
+            step = tl.load(delta + (at + 1) * width + in_tile, after, other=0).to(COMPUTE)
+        tile = tl.load(rows + at * N + in_row, inside & states, other=0).to(COMPUTE)
+        exponent = passed[None, :] + tl.cumsum(step, 0)
+        passed += tl.sum(step, 0)
+        decayed = tl.exp2(exponent[:, None, :] * rate[None, :, :]) * value[:, None, :]
+        end += tl.sum(decayed * tile[:, :, None], 0)
+    if not BACK:
+        passed += tl.load(delta + (sequence * length + begin) * width + channel, channel < width, other=0).to(COMPUTE)
+    tl.store(products + row * width * N + in_state, tl.exp2(passed[None, :] * rate), present)
+    tl.store(ends + row * width * N + in_state, end, present)
 
 
 @triton.jit
@@ -222,11 +301,12 @@ def _before(p2, G2, decay2, p1, G1, decay1):  # token 2 first; its decay is that
 
 @triton.jit(do_not_specialize=["width"])
 def _forward(
-    x, delta, A, b, c, D, state, y, final, kept, length, width, N,
+    x, delta, A, b, c, D, state, y, final, kept, length, span, width, N,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, TOKENS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(width, CHANNELS)
-    sequence = (tl.program_id(0) // blocks).to(tl.int64)
+    blocks, pieces = tl.cdiv(width, CHANNELS), tl.cdiv(length, span)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    sequence, begin = row // pieces, tl.program_id(0) // blocks % pieces * span
     token, n = tl.arange(0, TOKENS), tl.arange(0, STATES)
     channel = tl.program_id(0) % blocks * CHANNELS + tl.arange(0, CHANNELS)
     there, states = (channel < width)[None, :], (n < N)[None, :]
@@ -237,8 +317,8 @@ def _forward(
     skip = tl.load(D + channel, channel < width, other=0).to(COMPUTE)
     H = tl.zeros([STATES, CHANNELS], COMPUTE)
     if state is not None:
-        H = tl.load(state + sequence * width * N + in_state, present, other=0).to(COMPUTE)
-    for start in range(0, length, TOKENS):
+        H = tl.load(state + row * width * N + in_state, present, other=0).to(COMPUTE)
+    for start in range(begin, tl.minimum(begin + span, length), TOKENS):
         at = sequence * length + start
         inside = (start + token < length)[:, None]
         if kept is not None:
@@ -256,17 +336,19 @@ def _forward(
         y_tile = tl.sum(states_after * c_tile[:, :, None], 1) + skip[None, :] * x_tile
         tl.store(y + at * width + in_tile, y_tile.to(y.dtype.element_ty), inside & there)
         H = tl.sum(tl.where(token[:, None, None] == TOKENS - 1, states_after, 0), 0)
-    tl.store(final + sequence * width * N + in_state, H, present)
+    if final is not None:
+        tl.store(final + row * width * N + in_state, H, present)
 
 
 @triton.jit(do_not_specialize=["width"])
 def _backward(
-    x, delta, A, b, c, D, state, kept, grad_y, grad_final, dx, ddelta, dA, db, dc, dD, dstate, length, width, N,
+    x, delta, A, b, c, D, kept, grad_y, owed, dx, ddelta, dA, db, dc, dD, dstate, length, span, width, N,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, TOKENS: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(width, CHANNELS)
-    sequence, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    batch = tl.num_programs(0) // blocks
+    blocks, pieces = tl.cdiv(width, CHANNELS), tl.cdiv(length, span)
+    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    sequence, batch = row // pieces, tl.num_programs(0) // blocks // pieces
+    begin = tl.program_id(0) // blocks % pieces * span
     token, n = tl.arange(0, TOKENS), tl.arange(0, STATES)
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
     there, states = (channel < width)[None, :], (n < N)[None, :]
@@ -275,12 +357,12 @@ def _backward(
     in_state, in_kept = channel[None, :] * N + n[:, None], n[:, None] * width + channel[None, :]
     A_tile = tl.load(A + in_state, present, other=0).to(COMPUTE)
     skip = tl.load(D + channel, channel < width, other=0).to(COMPUTE)
-    owed = tl.zeros([STATES, CHANNELS], COMPUTE)  # decay_{t+1} G_{t+1}
-    if grad_final is not None:
-        owed = tl.load(grad_final + sequence * width * N + in_state, present, other=0).to(COMPUTE)
+    decayed_G = tl.zeros([STATES, CHANNELS], COMPUTE)  # decay_{t+1} G_{t+1}
+    if owed is not None:
+        decayed_G = tl.load(owed + row * width * N + in_state, present, other=0).to(COMPUTE)
     dA_sum, dD_sum = tl.zeros([STATES, CHANNELS], COMPUTE), tl.zeros([CHANNELS], COMPUTE)
     tiles = tl.cdiv(length, TOKENS)
-    for i in range(tiles - 1, -1, -1):
+    for i in range(tl.cdiv(tl.minimum(begin + span, length), TOKENS) - 1, begin // TOKENS - 1, -1):
         start = i * TOKENS
         at = sequence * length + start
         inside = (start + token < length)[:, None]
@@ -298,11 +380,11 @@ def _backward(
         tl.store(dc + in_blocks + in_row, tl.sum((decayed + write) * gy[:, None, :], 2), inside & states)
 
         # Back in time: flipped, since Triton's own reversed scan moves every number to another lane and back.
-        G = gy[:, None, :] * c_tile[:, :, None] + tl.where(token[:, None, None] == TOKENS - 1, owed[None, :, :], 0)
+        G = gy[:, None, :] * c_tile[:, :, None] + tl.where(token[:, None, None] == TOKENS - 1, decayed_G[None, :, :], 0)
         ones = tl.full([TOKENS, STATES, CHANNELS], 1, COMPUTE)
         _, G, _ = tl.associative_scan((ones, tl.flip(G, 0), tl.flip(decay, 0)), 0, _before)
         G = tl.flip(G, 0)
-        owed = tl.sum(tl.where(token[:, None, None] == 0, decay * G, 0), 0)
+        decayed_G = tl.sum(tl.where(token[:, None, None] == 0, decay * G, 0), 0)
         grad_exponent = G * decayed
         through_b = tl.sum(G * b_tile[:, :, None], 1)
         through_decay = tl.sum(grad_exponent * A_tile[None, :, :], 1)
@@ -312,7 +394,7 @@ def _backward(
         dx_tile, ddelta_tile = step * through_b + skip[None, :] * gy, x_tile * through_b + through_decay
         tl.store(dx + at * width + in_tile, dx_tile.to(dx.dtype.element_ty), inside & there)
         tl.store(ddelta + at * width + in_tile, ddelta_tile.to(ddelta.dtype.element_ty), inside & there)
-    tl.store(dA + sequence * width * N + in_state, dA_sum, present)
-    tl.store(dD + sequence * width + channel, dD_sum, channel < width)
+    tl.store(dA + row * width * N + in_state, dA_sum, present)
+    tl.store(dD + row * width + channel, dD_sum, channel < width)
     if dstate is not None:
-        tl.store(dstate + sequence * width * N + in_state, owed.to(dstate.dtype.element_ty), present)
+        tl.store(dstate + row * width * N + in_state, decayed_G.to(dstate.dtype.element_ty), present)
