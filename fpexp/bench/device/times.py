@@ -32,10 +32,11 @@ class Case(NamedTuple):
 
 
 def cases(setup: Setup) -> list[Case]:
-    """Language sizes in both types; word problems, where a launch is short, in one."""
+    """Language at scale=gpu in both types; the other sizes, but for copying, in one."""
     if setup.rehearse:
         return [Case(name, "tiny", SMALLEST, torch.float32) for name in KERNELS]
-    sizes = [("gpu", torch.bfloat16), ("gpu", torch.float32), ("paper", torch.bfloat16), ("cpu", torch.bfloat16)]
+    sizes = [("gpu", torch.bfloat16), ("gpu", torch.float32)]
+    sizes += [(scale, torch.bfloat16) for scale in ("paper", "cpu", "long")]
     return [Case(name, scale, SCALES[scale], dtype) for scale, dtype in sizes for name in KERNELS]
 
 

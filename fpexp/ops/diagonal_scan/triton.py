@@ -71,9 +71,7 @@ def forward(a: Tensor, x: Tensor, state: Tensor | None) -> tuple[Tensor, dict[st
     return h, steps
 
 
-def backward(
-    a: Tensor, h: Tensor, state: Tensor | None, grad: Tensor
-) -> tuple[list[Tensor | None], dict[str, Launch]]:
+def backward(a: Tensor, h: Tensor, state: Tensor | None, grad: Tensor) -> tuple[list[Tensor | None], dict[str, Launch]]:
     """Return the gradients of a, x and state, not yet filled, and what fills them; arguments are contiguous."""
     da, dx = torch.empty_like(a), torch.empty_like(h)
     dstate = None if state is None else torch.empty_like(state)
