@@ -93,6 +93,11 @@ def _status(residual: Tensor, size: Tensor, stopping: Stopping) -> Tensor:
     return status
 
 
+def capped(status: Tensor, iterations: Tensor, cap: Cap) -> Tensor:
+    """Return `status` with CAP_REACHED where the cap has left a sequence unconverged."""
+    return status.masked_fill((status == Status.UNCONVERGED) & (iterations == cap.max_iterations), Status.CAP_REACHED)
+
+
 class _Record:
     """What is known of each sequence; `rows` are the sequences that are still iterated."""
 
@@ -121,6 +126,4 @@ class _Record:
             self.rows = self.rows[keep]
 
     def result(self, cap: Cap) -> SolveResult:
-        capped = (self.status == Status.UNCONVERGED) & (self.iterations == cap.max_iterations)
-        status = self.status.masked_fill(capped, Status.CAP_REACHED)
-        return SolveResult(self.value, self.iterations, self.residual, status)
+        return SolveResult(self.value, self.iterations, self.residual, capped(self.status, self.iterations, cap))

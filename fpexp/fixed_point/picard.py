@@ -7,8 +7,10 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
-from fpexp.fixed_point.iterate import Stopping, iterate
-from fpexp.fixed_point.types import Cap, Problem, SolveResult
+from fpexp.errors import UserError
+from fpexp.fixed_point.iterate import Stopping, capped, iterate
+from fpexp.fixed_point.types import Cap, FusedIteration, Problem, SolveResult
+from fpexp.ops.fixed_point_iteration import IterationSettings
 from fpexp.ranges import Count, Positive, Probability, Range
 
 Damping = Annotated[float, Range(above=0, maximum=1)]
@@ -67,14 +69,39 @@ class Picard:
         damping_decay: Damping = 0.9,
         patience: Count = 15,
         divergence_limit: Positive = 1e8,
+        backend: Literal["auto", "reference", "triton"] = "auto",
     ) -> None:
         self.tolerance, self.tolerance_kind = tolerance, tolerance_kind
         self.outlier_quantile = outlier_quantile
         self.damping, self.damping_decay, self.patience = damping, damping_decay, patience
-        self.divergence_limit = divergence_limit
+        self.divergence_limit, self.backend = divergence_limit, backend
 
     @torch.no_grad()
     def solve(self, problem: Problem, cap: Cap, *, training: bool) -> SolveResult:
-        """Solve under `cap`. In training the batch stops together at the outlier quantile."""
+        """Solve under `cap`, by a fused kernel where there is one.
+
+        In training the batch stops together at the outlier quantile.
+        """
+        if self.backend != "reference" and isinstance(problem, FusedIteration):
+            found = problem.iterate(self._settings(cap, training), self.backend)
+            if found is not None:
+                status = capped(found.status, found.iterations, cap)
+                return SolveResult(found.value, found.iterations, found.residual, status)
+        if self.backend == "triton":
+            raise UserError("solver.backend=triton: no fused iteration for this model here; use solver.backend=auto")
         stopping = Stopping(self.tolerance, self.tolerance_kind, self.divergence_limit, training, self.outlier_quantile)
         return iterate(problem, Damped(self.damping, self.damping_decay, self.patience), cap, stopping)
+
+    def _settings(self, cap: Cap, training: bool) -> IterationSettings:
+        return IterationSettings(
+            tolerance=self.tolerance,
+            relative=self.tolerance_kind == "relative",
+            divergence_limit=self.divergence_limit,
+            together=training,
+            outlier_quantile=self.outlier_quantile,
+            damping=self.damping,
+            damping_decay=self.damping_decay,
+            patience=self.patience,
+            max_iterations=cap.max_iterations,
+            stop_early=cap.stop_early,
+        )

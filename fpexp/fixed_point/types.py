@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
+from fpexp.ops.fixed_point_iteration import IterationResult, IterationSettings
 from fpexp.ops.sweep import SweepResult, SweepSettings
 
 
@@ -162,6 +163,18 @@ class Sweepable(Protocol):
 
     def evaluate(self, y: Tensor, known: Any = None) -> Tensor:
         """Return f(y), (B, T, d), where `known` is what a sweep that ended at y has left."""
+        ...
+
+
+@runtime_checkable
+class FusedIteration(Protocol):
+    """A problem with a fused kernel for Picard's iteration on all tokens."""
+
+    def iterate(self, settings: IterationSettings, backend: str) -> IterationResult | None:
+        """Iterate from `start()`; None where no kernel knows this problem on this machine.
+
+        UserError for a `backend` that is not to be had.
+        """
         ...
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fpexp.channel_mixers.base import ChannelMixer
+from fpexp.ops.fixed_point_iteration import IterationResult, IterationSettings, iterate
 from fpexp.ops.fixed_point_sweep import SweepTerms, sweep
 from fpexp.ops.l2norm import l2norm
 from fpexp.ops.mixers import Columns, KnownTokens, MixedTokens, MixerForm
@@ -171,9 +172,16 @@ class FPMambaProblem:
 
     def sweep(self, settings: SweepSettings) -> SweepResult | None:
         """Solve all tokens by a fused kernel, where there is one for this mixer and device."""
+        return sweep(self._fused_terms(), self.form, settings)
+
+    def iterate(self, settings: IterationSettings, backend: str) -> IterationResult | None:
+        """Iterate on all tokens by a fused kernel, where there is one for this mixer and device."""
+        return iterate(self._fused_terms(), self.form, settings, backend)
+
+    def _fused_terms(self) -> SweepTerms:
         norm = self.norm
         bias = norm.bias if isinstance(norm, nn.LayerNorm) else None
-        terms = SweepTerms(
+        return SweepTerms(
             x=self.x,
             from_x=self.from_x,
             columns=self.columns,
@@ -186,7 +194,6 @@ class FPMambaProblem:
             mask=self.mask,
             keep=self.keep and self.mask is None and self.from_x.requires_grad,
         )
-        return sweep(terms, self.form, settings)
 
     def state_after(self, swept: SweepResult) -> State:
         """Return the state after a sweep, which holds on to nothing else of it."""

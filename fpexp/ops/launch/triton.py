@@ -17,7 +17,15 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-_TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "i1",
+}
 
 COMPUTE = {torch.float64: tl.float64}
 """What kernels compute in, by type of x; float32 for all else."""
@@ -34,12 +42,16 @@ class Usage:
 
 @dataclass(frozen=True)
 class Launch:
-    """`programs` programs of `kernel`, each of `warps` warps; pointers may be those of meta tensors to compile only."""
+    """`programs` programs of `kernel`, each of `warps` warps; pointers may be those of meta tensors to compile only.
+
+    A thread has `registers` at most, as many as there are where None.
+    """
 
     kernel: Any
     programs: int
     warps: int
     arguments: Mapping[str, Any]
+    registers: int | None = None
 
     def run(self) -> None:
         """Start it on the device of its tensors; nothing happens where there is no program."""
@@ -47,7 +59,7 @@ class Launch:
             return
         device = next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.kernel[(self.programs,)](**self.arguments, num_warps=self.warps)
+            self.kernel[(self.programs,)](**self.arguments, num_warps=self.warps, maxnreg=self.registers)
 
     def compile(self, capability: int) -> Usage:
         """Compile for sm_`capability` as `run` would: whole numbers that 16 divides, and 1, are known to the compiler.
@@ -55,13 +67,17 @@ class Launch:
         Not in a process with TRITON_INTERPRET=1, where there are no kernels to compile.
         """
         target = GPUTarget("cuda", capability, 32)
-        compiled = triton.compile(self._source(), target=target, options={"num_warps": self.warps})
+        compiled = triton.compile(self._source(), target=target, options=self._options)
         return _usage(compiled, capability)
 
     @property
     def key(self) -> str:
         """The same for launches that compile to the same code."""
-        return f"{self._source().hash()}-{self.warps}"
+        return f"{self._source().hash()}-{self._options}"
+
+    @property
+    def _options(self) -> dict[str, int | None]:
+        return {"num_warps": self.warps, "maxnreg": self.registers}
 
     def _source(self) -> ASTSource:
         signature, constants, attributes = {}, {}, {}
