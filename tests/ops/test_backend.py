@@ -70,16 +70,15 @@ def test_numba_asked_for_and_missing(without_numba: None) -> None:
 def test_unknown_backends_name_those_there_are(requested: str) -> None:
     with pytest.raises(UserError, match=r"selective_scan has no such backend \(auto, cpu, triton, reference\)"):
         backend.choose("selective_scan", CPU, requested)
-    with pytest.raises(UserError, match=r"delta_rule has no such backend \(auto, cpu, reference\)"):
-        backend.choose("delta_rule", CPU, "triton")
+    with pytest.raises(UserError, match=r"token_residual has no such backend \(auto, cpu, reference\)"):
+        backend.choose("token_residual", CPU, "triton")
 
 
 def test_triton_is_chosen_on_a_gpu() -> None:
     pytest.importorskip("triton")
-    for op in ("diagonal_scan", "selective_scan"):
+    for op in ("diagonal_scan", "selective_scan", "delta_rule"):
         assert backend.choose(op, CUDA) == backend.choose(op, CUDA, "triton") == "triton"
     assert (backend.choose("ssd", CUDA), backend.choose("ssd", CUDA, "triton")) == ("reference", "triton")
-    assert backend.choose("delta_rule", CUDA) == "reference"
 
 
 def test_triton_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
