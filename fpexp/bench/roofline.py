@@ -214,6 +214,12 @@ COUNTS: Mapping[str, Mapping[str, Counts]] = {
 _ONCE = Expected(1.1, 1.5, 132)
 """Of what only moves numbers."""
 
+_DELTA_RULE_EXPECTED = {
+    **dict.fromkeys(_DELTA_RULE, Expected(2.4, 4.5, 132)),
+    "states": Expected(3.5, 5.0, 132),
+    "states, back": Expected(2.2, 3.2, 132),
+}
+
 PREDICTIONS: Mapping[str, Mapping[str, Expected]] = {
     "diagonal_scan": {
         **dict.fromkeys(_CARRY, _ONCE),
@@ -231,5 +237,7 @@ PREDICTIONS: Mapping[str, Mapping[str, Expected]] = {
         **dict.fromkeys(("across", "outputs"), Expected(1.3, 2.0, 132)),
         **dict.fromkeys(("across, back", "b, back", "c, back", "x and delta, back"), Expected(1.5, 2.2, 132)),
     },
+    "delta_rule": _DELTA_RULE_EXPECTED,
+    "delta_product": _DELTA_RULE_EXPECTED,
 }
 """By kernels and launch, from the docstrings of their modules."""

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from fpexp.bench import selective_scan as scan_inputs
-from fpexp.bench.device import subjects
+from fpexp.bench.device import solves, subjects
 from fpexp.bench.device.part import Finding, Item, Setup
 from fpexp.bench.ops import delta_inputs, diagonal_inputs, product_inputs, ssd_inputs
-from fpexp.bench.truth import step_checks
+from fpexp.bench.truth import posed, step_checks
+from fpexp.fixed_point import Cap
 from fpexp.ops.backend import available
 from fpexp.ops.delta_rule import delta_rule
 from fpexp.ops.diagonal_scan import diagonal_scan
@@ -79,7 +80,20 @@ def items(setup: Setup) -> dict[str, Item]:
         for name, case in cases(setup).items()
         for dtype in dtypes
     }
+    for name in subjects.FIXED_POINTS:
+        found |= {f"{name}, {way}": partial(_check_solve, name, way, setup) for way in solves.FUSED}
     return found | {f"a step of {name}": partial(_check_step, name, setup) for name in MODELS}
+
+
+def _check_solve(name: str, way: str, setup: Setup) -> list[Finding]:
+    """Tell whether the residual that a fused solver reports is that of the reference where it has stopped."""
+    experiment = subjects.make(name, setup.device, setup.rehearse, precision="float32")
+    count, length = (2, 3) if setup.rehearse else (SEQUENCES, 65)
+    tokens = experiment.task.sample(count, length, generator(0, "bench")).inputs.to(setup.device)
+    (layer,) = posed(experiment.model.eval(), tokens)
+    check = layer.check(solves.FUSED[way].solve(layer.problem(), Cap(1000), training=False), "relative")
+    said, numbers = f"{check.what} {check.value:.0e}", {check.what: check.value}
+    return [Finding(f"{name}, {way}", said, f"at most {check.limit:g}", check.passed, numbers)]
 
 
 def _check_step(name: str, setup: Setup) -> list[Finding]:
