@@ -17,51 +17,58 @@ from fpexp.bench.context import Context, child_environment
 from fpexp.bench.launches import KERNELS, SCALES, Shape
 from fpexp.errors import UserError
 
-SPILLS = ("ssd outputs, float32", "ssd b and c, back, float32", "ssd x and delta, back, float32")
-"""Three tf32 products for one."""
+SPILLS = {"diagonal_scan backward, bfloat16": 40, "selective_scan backward, bfloat16": 40}
+"""Bytes at most, of a thread: ten registers on one GPU or another."""
 
 
-def bench(*words: str) -> subprocess.CompletedProcess[str]:
-    """`fpexp bench kernels` in a process of its own: the interpreter has no kernels."""
+def bench(results: Path, *words: str) -> list[dict[str, Any]]:
+    """Rows of `fpexp bench kernels` in a process of its own: the interpreter has no kernels."""
     environment = child_environment()
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "fpexp", "bench", "kernels", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "fpexp", "bench", "kernels", "--compile-only", f"results_dir={results}", *words]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr[-3000:]
+    (file,) = (results / "bench").iterdir()
+    rows: list[dict[str, Any]] = json.loads(file.read_text())["contenders"]
+    return rows
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The table of one scale, as the issue writes the command."""
+    """The tables of the scale that has the most kernels; both types on Hopper alone, to be done in a minute."""
     pytest.importorskip("triton")
-    results = tmp_path_factory.mktemp("results")
-    child = bench("--compile-only", "scales=[gpu]", f"results_dir={results}")
-    assert child.returncode == 0, child.stderr[-3000:]
-    (file,) = (results / "bench").iterdir()
-    found: list[dict[str, Any]] = json.loads(file.read_text())["contenders"]
-    return found
+    elsewhere = ["architectures=[80,100]", "dtypes=[bfloat16]"]
+    return [
+        row
+        for words in (["architectures=[90]"], elsewhere)
+        for row in bench(tmp_path_factory.mktemp("results"), "scales=[long]", *words)
+    ]
+
+
+def named(row: dict[str, Any]) -> str:
+    return f"{row['contender']}, {row['group']}"
 
 
 def test_every_kernel_compiles_and_fits(rows: list[dict[str, Any]]) -> None:
     assert {row["contender"].split()[0] for row in rows} == set(KERNELS)
     assert {row["group"].rpartition("sm_")[2] for row in rows} == {"80", "90", "100"}
-    failures = {f"{row['contender']}, {row['group']}": row["missing"] for row in rows if row["missing"]}
-    assert not failures
+    assert not {named(row): row["missing"] for row in rows if row["missing"]}
     assert all(0 < row["numbers"]["registers"] <= 255 for row in rows)
 
 
 def test_nothing_spills(rows: list[dict[str, Any]]) -> None:
-    spilled = {
-        f"{row['contender']}, {row['group']}": row["numbers"].get("spilled_bytes") for row in rows if not row["met"]
-    }
-    assert not {name for name in spilled if not name.startswith(SPILLS)}, spilled
+    spilled = {named(row): row["numbers"].get("spilled_bytes") for row in rows if not row["met"]}
+    allowed = {named(row) for row in rows if row["numbers"]["spilled_bytes"] <= SPILLS.get(row["contender"], 0)}
+    assert spilled.keys() <= allowed, spilled
 
 
 def test_rows_for_hopper_have_floors(rows: list[dict[str, Any]]) -> None:
     told = {"megabytes", "gigaoperations", "floor_us", "bound_by"}
     for row in rows:
         assert (told <= row["numbers"].keys()) == row["group"].endswith("sm_90")
-    numbers = next(row["numbers"] for row in rows if "floor_us" in row["numbers"])  # diagonal_scan forward, float32
-    assert numbers["megabytes"] == pytest.approx(4 * 512 * 64 * (3 * 1024 + 1) / 1e6)
+    (numbers,) = [row["numbers"] for row in rows if row["contender"] == "diagonal_scan forward, float32"]
+    pieces = numbers["megabytes"] - 4 * 1024 * 3 * 16384 / 1e6
+    assert 0 < pieces < 1
     assert numbers["floor_us"] == pytest.approx(numbers["megabytes"] / 4.3)
     assert numbers["floor_us"] < numbers["predicted_us_low"] < numbers["predicted_us_high"]
 

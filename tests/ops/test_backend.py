@@ -76,9 +76,8 @@ def test_unknown_backends_name_those_there_are(requested: str) -> None:
 
 def test_triton_is_chosen_on_a_gpu() -> None:
     pytest.importorskip("triton")
-    for op in ("diagonal_scan", "selective_scan", "delta_rule"):
+    for op in ("diagonal_scan", "selective_scan", "ssd", "delta_rule"):
         assert backend.choose(op, CUDA) == backend.choose(op, CUDA, "triton") == "triton"
-    assert (backend.choose("ssd", CUDA), backend.choose("ssd", CUDA, "triton")) == ("reference", "triton")
 
 
 def test_triton_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +95,7 @@ def test_triton_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_triton_is_missing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """CASES.md 38."""
     monkeypatch.setitem(sys.modules, "triton", None)
-    for name in ("launch", "diagonal_scan", "selective_scan", "ssd"):
+    for name in ("launch", "pieces", "diagonal_scan", "selective_scan", "ssd.kernels", "ssd"):
         monkeypatch.delitem(sys.modules, f"fpexp.ops.{name}.triton", raising=False)
     with pytest.raises(UserError, match=r"backend=triton needs triton.*pip install triton, or use backend=reference"):
         backend.choose("diagonal_scan", CUDA, "triton")

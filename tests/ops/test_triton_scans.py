@@ -5,6 +5,7 @@ The interpreter takes about a millisecond for a number of a scan, hence the tiny
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -159,6 +160,63 @@ def test_extreme_log_decays() -> None:
     check(selective_scan, {**inputs, "delta": choices[picked].to(DEVICE), "A": -torch.ones_like(inputs["A"])})
     inputs = of_ssd(33, torch.float32)
     check(ssd, {**inputs, "delta": choices[picked].to(DEVICE), "A": -torch.ones_like(inputs["A"])})
+
+
+CUT = pytest.mark.parametrize("op", [diagonal_scan, selective_scan], ids=lambda op: op.__name__)
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[Op, int], None]:
+    """Time in pieces of so many tiles, as on a GPU that few programs would leave idle."""
+
+    def into_pieces(op: Op, tiles: int) -> None:
+        module = importlib.import_module(f"fpexp.ops.{op.__name__}.triton")
+        monkeypatch.setattr(module, "tiles_of_a_piece", lambda *_: tiles)
+        assert "carry" in module.launches(**MAKERS[op](257, torch.float32))
+
+    return into_pieces
+
+
+@CUT
+@pytest.mark.parametrize("length", LENGTHS)
+def test_pieces_of_time(length: int, op: Op, cut: Callable[[Op, int], None]) -> None:
+    """The last is one token where a length is one more than some pieces."""
+    cut(op, 1)
+    check(op, MAKERS[op](length, torch.float32))
+
+
+@CUT
+def test_pieces_of_two_tiles(op: Op, cut: Callable[[Op, int], None]) -> None:
+    cut(op, 2)
+    check(op, {**MAKERS[op](161, torch.bfloat16, 2), "state": None})
+    check(op, MAKERS[op](70, torch.float64, 1, 33))
+
+
+def test_extreme_decays_in_pieces(cut: Callable[[Op, int], None]) -> None:
+    """CASES.md 9."""
+    cut(selective_scan, 1)
+    test_extreme_log_decays()
+    cut(diagonal_scan, 1)
+    choices = torch.tensor([0.0, -0.0, 1.0, -1.0, 1e-20])
+    picked = torch.randint(5, (1, 130, 3), generator=torch.Generator().manual_seed(0))
+    check(diagonal_scan, {**of_diagonal_scan(130, torch.float32), "a": choices[picked].to(DEVICE)})
+
+
+def test_carrying_the_state_in_pieces(cut: Callable[[Op, int], None]) -> None:
+    """CASES.md 17."""
+    cut(diagonal_scan, 1)
+    cut(selective_scan, 2)
+    test_carrying_the_state([64, 66])
+
+
+@pytest.mark.parametrize(
+    ("tiles", "programs", "pieces"),
+    [(64, 128, 4), (64, 132, 4), (64, 133, 1), (512, 32, 16), (100, 1, 8), (31, 1, 1), (32, 1, 4), (10**6, 1, 512)],
+)
+def test_how_many_pieces(tiles: int, programs: int, pieces: int) -> None:
+    """As many as 528 programs allow, of 8 tiles or more; none where that makes less than 4."""
+    module = importlib.import_module("fpexp.ops.pieces.triton")
+    assert -(-tiles // module.tiles_of_a_piece(tiles, programs, 528)) == pieces
 
 
 def strided(tensor: Tensor) -> Tensor:

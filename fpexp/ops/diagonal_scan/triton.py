@@ -8,17 +8,23 @@ thread and no lane waits for another. The backward runs the adjoint from the las
 
 and reads h back in the type of x: keeping it costs nothing, and it is all that a recomputation would find.
 
-Occupancy: B d / 32 warps and no parallelism over time. B 8, d 1536 are 384 warps, 3 to each of 132 SMs. Of float32 the
-next two tiles are copied to shared memory meanwhile, 16 KiB a warp forward: 48 KiB an SM are under way, where 4.3 TB/s
-at 0.7 us of latency ask for 23. Narrower numbers are too small for such copies: a tile loads, is scanned and stored,
-with 12 KiB an SM under way at best. B d below some 6000 leaves memory idle: one would cut time into pieces, whose
-products of a and last states, found first, are chained; that reads a and x twice.
+Occupancy: B d / 32 warps. B 8, d 1536 are 384 warps, 3 to each of 132 SMs. Of float32 the next two tiles are copied to
+shared memory meanwhile, 16 KiB a warp forward and 12 backward: 36 KiB an SM are under way or more, where 4.3 TB/s at
+0.7 us of latency ask for 23. Narrower numbers are too small for such copies: a tile loads, is scanned and stored, with
+12 KiB an SM under way forward at best. The backward's tile of these leaves no register free: on sm_80 up to 40 bytes a
+thread spill, which costs less than tiles of half the tokens would. Where B d / 32 is 132 or less and T is long, time is cut into 4 pieces or more (`fpexp.ops.pieces`), until there
+are up to 528 warps: a launch finds the product of a and the last state from zero of each piece, `carry` chains these,
+and a third launch runs each piece from its own state; the backward does the same the other way round.
 
 Roofline for an H200 (4.3 TB/s): with s bytes a number, forward 3 s B T d bytes and 2 B T d operations, backward 5 s B T
 d and 3 B T d. Operations never count. Floors in float32, half of that in bfloat16: B 8, T 2048, d 1536: forward 70 us,
 backward 117 us; B 256, T 16, d 128 (cpu scale): 1.5 us and 2.4 us, below what two launches cost (some 10 us).
 Predicted: 1.1 to 1.5 times the floor at the first in float32, 2 to 3 times in bfloat16, launches alone at the second.
-Not measured yet.
+In pieces a and x, or a and the gradient, are read twice: forward 5 s B T d bytes, backward 7 s B T d. In bfloat16, B 2,
+T 2048, d 2048 (128 warps, 4 pieces): floors 20 us and 27 us, predicted 40 us and 55 us, where one piece would have 128
+times 4 KiB under way, 0.75 TB/s, and take 67 us and 112 us; B 1, T 16384, d 1024 (32 warps, 16 pieces): floors 39 us
+and 55 us, predicted 80 us and 110 us instead of 0.5 ms and 0.9 ms. In float32 the first gains nothing (39 us of memory
+forward against 34 us at 3 TB/s in one piece), the second a factor of 3. Not measured yet.
 """
 
 from __future__ import annotations
@@ -38,6 +44,9 @@ _CHANNELS = 32
 
 _TOKENS = 32
 """In a tile at most: each is a register for each tensor, and two for its address."""
+
+_TOKENS_BACK = 16
+"""The same backward, of float32 and wider: 32 spill. Narrower numbers, which are not copied ahead, need the 32."""
 
 _PROGRAMS = 4 * MULTIPROCESSORS
 """That keep memory busy: where pieces of time do not make more of them, time is cut."""
@@ -61,13 +70,13 @@ def launches(a: Tensor, x: Tensor, state: Tensor | None = None) -> dict[str, Lau
 
 def forward(a: Tensor, x: Tensor, state: Tensor | None) -> tuple[Tensor, dict[str, Launch]]:
     """Return h, not yet filled, and what fills it, by name; arguments are contiguous."""
-    h, tensors, steps = torch.empty_like(x), {"a": a, "x": x}, {}
-    if (ends := _room_for_ends(x)) is not None:
-        products, sums = ends
-        steps["ends"] = _launch(_forward, x, **tensors, state=None, h=None, products=products, ends=sums)
-        steps["carry"] = carry(products, sums, state, None)
-        state = sums
-    steps["forward"] = _launch(_forward, x, **tensors, state=state, h=h, products=None, ends=None)
+    h, steps = torch.empty_like(x), {}
+    if (room := _room_for_ends(x)) is not None:
+        products, ends = room
+        steps["ends"] = _launch(_forward, x, a=a, x=x, state=None, h=None, products=products, ends=ends)
+        steps["carry"] = carry(products, ends, state, None)
+        state = ends
+    steps["forward"] = _launch(_forward, x, a=a, x=x, state=state, h=h, products=None, ends=None)
     return h, steps
 
 
@@ -75,21 +84,22 @@ def backward(a: Tensor, h: Tensor, state: Tensor | None, grad: Tensor) -> tuple[
     """Return the gradients of a, x and state, not yet filled, and what fills them; arguments are contiguous."""
     da, dx = torch.empty_like(a), torch.empty_like(h)
     dstate = None if state is None else torch.empty_like(state)
-    tensors, owed, steps, ends = {"a": a, "grad": grad}, None, {}, dstate
+    owed, ends, steps = None, dstate, {}
     if (room := _room_for_ends(h)) is not None:
         products, owed = room
-        nothing = dict.fromkeys(("h", "state", "owed", "da", "dx"))
-        steps["ends, back"] = _launch(_backward, h, **tensors, **nothing, products=products, ends=owed)
+        nothing: dict[str, None] = dict.fromkeys(("h", "state", "owed", "da", "dx"))
+        steps["ends, back"] = _launch(_backward, h, a=a, grad=grad, **nothing, products=products, ends=owed)
         steps["carry, back"] = carry(products, owed, None, dstate, back=True)
         ends = None
-    tensors |= {"h": h, "state": state, "owed": owed, "da": da, "dx": dx}
+    tensors = {"a": a, "h": h, "state": state, "grad": grad, "owed": owed, "da": da, "dx": dx}
     steps["backward"] = _launch(_backward, h, **tensors, products=None, ends=ends)
     return [da, dx, dstate], steps
 
 
 def _tile(like: Tensor) -> tuple[int, int]:
     """Return its tokens and channels."""
-    return tuple(min(most, triton.next_power_of_2(size)) for most, size in zip((_TOKENS, _CHANNELS), like.shape[1:]))
+    _, length, width = like.shape
+    return min(_TOKENS, triton.next_power_of_2(length)), min(_CHANNELS, triton.next_power_of_2(width))
 
 
 def _span(like: Tensor) -> int:
@@ -106,13 +116,17 @@ def _room_for_ends(like: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     batch, length, width = like.shape
     pieces = triton.cdiv(length, _span(like))
+    if pieces == 1:
+        return None
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     products, ends = like.new_empty(2, batch, pieces, width, dtype=dtype)
-    return None if pieces == 1 else (products, ends)
+    return products, ends
 
 
 def _launch(kernel: Any, like: Tensor, **tensors: Tensor | None) -> Launch:
     (batch, length, width), (tokens, channels), span = like.shape, _tile(like), _span(like)
+    if kernel is _backward and like.element_size() > 2:
+        tokens = min(tokens, _TOKENS_BACK)
     sizes = {"length": length, "span": span, "width": width, "CHANNELS": channels, "TOKENS": tokens}
     programs = batch * triton.cdiv(length, span) * triton.cdiv(width, channels)
     return Launch(kernel, programs, 1, {**tensors, **sizes, "COMPUTE": COMPUTE.get(like.dtype, tl.float32)})

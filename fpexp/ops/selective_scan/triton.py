@@ -15,9 +15,11 @@ the first, and computes the tile again. Sums over channels (b, c) or sequences (
 then by torch in a fixed order: the result is the same every time. The state is float32 (float64 for float64 x), decays
 are exp2 of numbers that are not positive, and a token past the end has delta 0: decay 1, nothing written.
 
-Occupancy: B d / 32 programs and no parallelism over time. B 8, d 1536 are 384 on 132 SMs, two at a time forward (8
-warps each) and one backward (16 warps): 2 and 3 rounds. B d below some 4000 leaves SMs idle: one would cut time into
-pieces, each from the state that the products of the pieces before give, for a second exp of every element.
+Occupancy: B d / 32 programs. B 8, d 1536 are 384 on 132 SMs, two at a time forward (8 warps each) and one backward (16
+warps): 2 and 3 rounds. Where B d / 32 is 66 or less and T is long, time is cut into 4 pieces or more
+(`fpexp.ops.pieces`), until there are up to 264 programs: a launch finds the decay of each piece and its last state from
+zero, `carry` chains these, and a third launch runs each piece from its own state; the backward does the same the other
+way round. A last state is a sum over tokens, each decayed by its own sum of delta, and needs no scan over states.
 
 Roofline for an H200 (132 SMs at 1.7 GHz, 16 exp2, 32 shuffles and 128 float32 operations a clock each; 4.3 TB/s), with
 E = B T d N elements and s bytes a number of x:
@@ -29,7 +31,12 @@ B 8, T 2048, d 1536, N 16 (E = 4.0e8), float32: forward 117 us of memory, 112 us
 210 us, 112 us, 225 us and 560 us of shuffles, which sum db and dc over lanes. But a tile also waits at some 20 barriers
 forward and 36 backward, for what goes from one warp to another, of 30 to 60 cycles each, and little else runs
 meanwhile: predicted are 0.3 to 0.6 ms forward and 1.5 to 2.2 ms backward. B 256, T 16, d 128, N 16 (cpu scale, E =
-8.4e6): floors 2.4 us and 12 us, below what two launches and torch's sums cost (some 30 us). Not measured yet.
+8.4e6): floors 2.4 us and 12 us, below what two launches and torch's sums cost (some 30 us).
+
+What pieces add: 2 s E / N bytes, 1 exp2 and 3 operations an element, forward and backward each, and 5 barriers a tile.
+B 1, T 16384, d 1024, N 16 (E = 2.7e8; 32 programs, 8 pieces), float32: floors 78 us, with 75 us of exp2, and 380 us of
+shuffles; plus 31 us of memory or 75 us of exp2 each way. In one piece 2048 tiles would follow one another, some 2 us
+each forward and 3 us backward, 4 ms and 6 ms; predicted are 0.7 ms and 2 ms. Not measured yet.
 """
 
 from __future__ import annotations
@@ -48,7 +55,10 @@ _CHANNELS = 32
 """A lane each."""
 
 _TILE = 128
-"""Tokens times N in a tile at most: twice that spills in the backward, whose 16 warps leave a thread 128 registers."""
+"""Tokens times N in a tile at most: twice that spills in the backward, whose 16 warps leave a thread 128 registers.
+
+This many needs all of them: on sm_100 8 to 40 bytes spill at some sizes.
+"""
 
 _TOKENS = 16
 """In a tile at most."""
@@ -171,7 +181,7 @@ class Problem(NamedTuple):
 
 def forward(problem: Problem, kept: Tensor | None) -> tuple[Tensor, Tensor, dict[str, Launch]]:
     """Return y and the last H, not yet filled, and what fills them and `kept`, by name."""
-    p, steps = problem, {}
+    p, steps = problem, dict[str, Launch]()
     y, H = torch.empty_like(p.x), p.new_empty(p.x.shape[0], *p.A.shape)
     tensors = {**p._asdict(), "final": H}
     if p.pieces > 1:
@@ -207,8 +217,9 @@ def backward(
         dD=problem.new_empty(batch * problem.pieces, width),
         dstate=None if problem.state is None else torch.empty_like(problem.state),
     )
-    tensors, steps = {**problem._asdict(), **gradients._asdict(), "kept": kept, "grad_y": grad_y, "owed": grad_H}, {}
+    tensors = {**problem._asdict(), **gradients._asdict(), "kept": kept, "grad_y": grad_y, "owed": grad_H}
     del tensors["state"]
+    steps = dict[str, Launch]()
     if problem.pieces > 1:
         tensors["owed"], steps = problem.between(grad_y, problem.c, grad_H, gradients.dstate, back=True)
         tensors["dstate"] = None

@@ -15,8 +15,8 @@ what is above the diagonal is 0 before it is exponentiated. For the same reason 
 products that hold it.
 
 Factors of products are bfloat16 for bfloat16 x, which has no more digits, tf32 for float16, and three tf32 for float32.
-Sums, and the states between chunks, are float32. N and P go by in blocks, loaded again where they are needed again (from
-a cache: a chunk's are 0.2 MB at most): all of a state at once would not leave room for the rest in registers.
+Sums, and the states between chunks, are float32. N and P go by in blocks, loaded again, from a cache, where they are
+needed again: with all of a state at once there would be no room in registers.
 
 Occupancy: B * heads * chunks programs of 8 warps, one to three to an SM by their registers: 6144 for B 8, T 2048, 24
 heads of P 64, N 128, Q 64 (d 1536), 16 rounds and more on 132 SMs. `carry` has B * heads * N P / 512 programs.
@@ -51,7 +51,7 @@ _TOKENS = 64
 """In a chunk at most."""
 
 _BLOCKS = {torch.bfloat16: (64, 64)}
-_NARROW = (32, 16)
+_NARROW = (16, 16)
 """Of N and P, that go into a product at a time, at most; float32 has two registers for each number of a factor."""
 
 _PRECISION = {torch.float64: "ieee", torch.float32: "tf32x3", torch.float16: "tf32", torch.bfloat16: "bf16"}
@@ -190,10 +190,10 @@ def backward(
     adjoints, steps = p.between(p.c, grad_y, grad_H, g.dstate, back=True)
     of_x = {"dx": g.dx, "ddelta": g.ddelta, "dA": g.dA, "dD": g.dD}
     for name, rows, inner, found in (("b", p.c, adjoints, g.db), ("c", p.b, states, g.dc)):
-        tensors = {"rows": rows, "states": inner, "grad_y": grad_y, "found": found, "OF_B": name == "b"}
-        steps[name] = p.launch(kernels.of_b_or_c, "x delta A", **tensors)
-    inner = {"states": states, "adjoints": adjoints, "grad_y": grad_y}
-    steps["x and delta"] = p.launch(kernels.of_x_and_delta, "x delta A b c D", **inner, **of_x)
+        given = {"rows": rows, "states": inner, "grad_y": grad_y, "found": found, "OF_B": name == "b"}
+        steps[name] = p.launch(kernels.of_b_or_c, "x delta A", **given)
+    given = {"states": states, "adjoints": adjoints, "grad_y": grad_y}
+    steps["x and delta"] = p.launch(kernels.of_x_and_delta, "x delta A b c D", **given, **of_x)
     return g, steps
 
 
