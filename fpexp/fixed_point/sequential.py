@@ -69,7 +69,7 @@ class Sequential:
 
     def _sweep(self, problem: TokenwiseProblem) -> tuple[SolveResult, Any]:
         if self.backend != "reference" and isinstance(problem, Sweepable):
-            swept = problem.sweep(self._sweep_settings())
+            swept = problem.sweep(self._sweep_settings(), self.backend)
             if swept is not None:
                 record = TokenRecord(swept.iterations, swept.residual, swept.status)
                 return replace(record.result(swept.value), known=swept.known), problem.state_after(swept)

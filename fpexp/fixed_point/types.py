@@ -153,8 +153,11 @@ class TokenwiseProblem(Problem, Protocol):
 class Sweepable(Protocol):
     """A tokenwise problem with a fused kernel for the whole sweep."""
 
-    def sweep(self, settings: SweepSettings) -> SweepResult | None:
-        """Solve all tokens in order; None where no kernel knows this problem on this machine."""
+    def sweep(self, settings: SweepSettings, backend: str = "auto") -> SweepResult | None:
+        """Solve all tokens in order; None where no kernel knows this problem on this machine.
+
+        UserError where `backend` is a kernel that is not there.
+        """
         ...
 
     def state_after(self, swept: SweepResult) -> Any:

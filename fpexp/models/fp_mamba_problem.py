@@ -170,9 +170,9 @@ class FPMambaProblem:
         """Return the token map at y, (B, 1, d)."""
         return self.normalise(token.terms.gate, token.base + token.g * self.mix(token.terms, y))
 
-    def sweep(self, settings: SweepSettings) -> SweepResult | None:
+    def sweep(self, settings: SweepSettings, backend: str = "auto") -> SweepResult | None:
         """Solve all tokens by a fused kernel, where there is one for this mixer and device."""
-        return sweep(self._fused_terms(), self.form, settings)
+        return sweep(self._fused_terms(), self.form, settings, backend)
 
     def iterate(self, settings: IterationSettings, backend: str) -> IterationResult | None:
         """Iterate on all tokens by a fused kernel, where there is one for this mixer and device."""

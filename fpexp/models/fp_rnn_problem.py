@@ -97,7 +97,7 @@ class FPRNNProblem:
         """Return the state after a token whose equation y (B, 1, d) solves."""
         return State(y, token.evaluate(y))
 
-    def sweep(self, settings: SweepSettings) -> SweepResult | None:
+    def sweep(self, settings: SweepSettings, backend: str = "auto") -> SweepResult | None:
         """Solve all tokens by a fused kernel, where there is one for this mixer and device."""
         terms = VectorTerms(
             v=self.v,
@@ -109,7 +109,7 @@ class FPRNNProblem:
             mask=self.mask,
             keep=self.keep and self.mask is None and self.from_x.requires_grad,
         )
-        return sweep(terms, self.channel_mixer.form, settings)
+        return sweep(terms, self.channel_mixer.form, settings, backend)
 
     def state_after(self, swept: SweepResult) -> State:
         """Return the state after a sweep, which holds on to nothing else of it."""

@@ -1,7 +1,7 @@
 """The sequential sweep of FP-Mamba as one call: every token of every sequence solved in turn (see `Sequential`).
 
-Its truth is the solver's own loop over `token_problem`; `cpu` is the same arithmetic without a temporary of size
-B * T * d * N.
+Its truth is the solver's own loop over `token_problem`; `cpu` and `triton` are the same arithmetic without a temporary
+of size B * T * d * N.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fpexp.ops.backend import choose, say_once
+from fpexp.ops.backend import choose, load, say_once
 from fpexp.ops.mixers import Columns, MixerForm
 from fpexp.ops.sweep import SweepResult, SweepSettings
 
@@ -23,7 +23,7 @@ class SweepTerms:
     columns.from_s, d) stacks the matrices on s. `A` (d, N), or (d, 1) where it is the same for all N; `D` (d). `norm`
     is the weight, bias (d) and epsilon of a LayerNorm, of an RMSNorm where the bias is None, or None. The state before
     the first token is `y` (B, 1, d) and `H` (B, d, N). `mask` (B, T) is true at real tokens; None: all are. `keep`: the
-    result has `known`, for the evaluation that follows.
+    result has `known`, for the evaluation that follows; `cpu` alone heeds it.
     """
 
     x: Tensor
@@ -39,14 +39,18 @@ class SweepTerms:
     keep: bool = False
 
 
-def sweep(terms: SweepTerms, form: MixerForm | None, settings: SweepSettings) -> SweepResult | None:
-    """Solve all tokens in order, without gradient; None where no kernel knows the mixer or the device."""
-    if choose("fixed_point_sweep", terms.x.device) != "cpu":
+def sweep(
+    terms: SweepTerms, form: MixerForm | None, settings: SweepSettings, backend: str = "auto"
+) -> SweepResult | None:
+    """Solve all tokens in order, without gradient; None where no kernel knows the mixer or the device.
+
+    UserError where a backend is asked for that is not there; see `fpexp.ops.backend.choose`.
+    """
+    if choose("fixed_point_sweep", terms.x.device, backend) == "reference":
         return None
     if form is None:
         say_once("this layer has no fused sweep: it is solved token by token in plain torch")
         return None
     terms.columns.check(terms.from_x, terms.weight, terms.x, terms.H.shape[-1])
-    from fpexp.ops.fixed_point_sweep import cpu
-
-    return cpu.sweep(terms, form, settings)
+    found: SweepResult | None = load("fixed_point_sweep", terms.x.device, backend).sweep(terms, form, settings)
+    return found

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fpexp.ops.backend import say_once
 from fpexp.ops.fixed_point_sweep import SweepTerms
 from fpexp.ops.launch.triton import COMPUTE, Launch
 from fpexp.ops.mixers import MixerForm
@@ -42,8 +43,8 @@ _STATE = 8192
 _STATE_BLOCK = 8192
 """Numbers of the states that are read at a time, where they do not."""
 
-_COLUMNS, _DEPTH = 128, 64
-"""Of a block of weights: 32 KB in float32, a few of which are on their way at a time."""
+_COLUMNS, _DEPTH = 64, 32
+"""Of a block of weights: 8 KB in float32, four of which are on their way at a time."""
 
 _EPSILON = tl.constexpr(1e-6)  # of `fpexp.fixed_point.iterate`
 _UNCONVERGED, _CAP_REACHED = tl.constexpr(int(Status.UNCONVERGED)), tl.constexpr(int(Status.CAP_REACHED))
@@ -51,15 +52,18 @@ _DIVERGED, _NON_FINITE = tl.constexpr(int(Status.DIVERGED)), tl.constexpr(int(St
 _CONVERGED = tl.constexpr(int(Status.CONVERGED))
 
 
-def fits(terms: SweepTerms, form: MixerForm) -> bool:
-    """Tell whether the kernel takes a layer of this width and mixer."""
-    mixer = Mixer.of(form, terms.columns, terms.x.shape[2])
-    return mixer.fits and mixer.lanes <= _VECTOR
-
-
 @torch.no_grad()
-def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepResult:
-    """Solve all tokens in order; `known` is left out. What is not contiguous is copied."""
+def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepResult | None:
+    """Solve all tokens in order, or return None where a token's numbers would overflow the registers of a program.
+
+    `SweepResult.known` is left out. What is not contiguous is copied.
+    """
+    mixer = Mixer.of(form, terms.columns, terms.x.shape[2])
+    if not mixer.fits or mixer.lanes > _VECTOR:
+        say_once(
+            f"backend=triton has no sweep for {form} at an inner width of {terms.x.shape[2]}: it is solved in torch"
+        )
+        return None
     result, launch = prepare(terms, form, settings)
     launch.run()
     return result
@@ -133,7 +137,7 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
         "vector": None if plan.block is None else room(programs * plan.rows, width),
     }
     sizes = {"batch": batch, "length": length, "width": width, "N": N, "count": count, "steps": steps}
-    sizes |= {"rates": terms.A.shape[1], "factor_room": mixer.factor_room}
+    sizes |= {"rates": terms.A.shape[1], "factor_room": mixer.factor_room, "nothing": 0}
     constants = {
         "mixer": mixer,
         "settings": settings,
@@ -188,15 +192,15 @@ def _walk_states(
         there = channel < width
         present = exists[:, None] & there[None, :]
         state_present = present[:, :, None] & (n < N)[None, None, :]
-        in_row = sequence[:, None] * width + channel[None, :]
-        in_state = H + (in_row[:, :, None] * N + n[None, None, :])
+        in_row = vector + channel[None, :]
+        in_state = H + sequence[:, None, None] * width * N + (channel[:, None] * N + n[None, :])[None, :, :]
         step = _step(p, channel, there, solving, steps, width, N, mixer)
         state = _decay(step, A, channel, there, n, N, rates) * tl.load(in_state, state_present, other=0)
         if WRITE:
-            state += tl.load(vector + in_row, present, other=0)[:, :, None] * unit[:, None, :]
+            state += tl.load(in_row, present, other=0)[:, :, None] * unit[:, None, :]
             tl.store(in_state, state, state_present)
         else:
-            tl.store(vector + in_row, tl.sum(state * unit[:, None, :], 2), present)
+            tl.store(in_row, tl.sum(state * unit[:, None, :], 2), present)
 
 
 @triton.jit
@@ -210,7 +214,7 @@ def _largest(f, y):
 
 @triton.jit
 def _solve(
-    factors, x, base, g, gate, solving, there, norm_weight, norm_bias, width, NORM_EPSILON: tl.constexpr,
+    factors, x, base, g, gate, solving, there, norm_weight, norm_bias, width, nothing, NORM_EPSILON: tl.constexpr,
     mixer: tl.constexpr, settings: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Iterate y = norm(gate (base + g mixed)), mixed = Q (x - y) + y, from 0; rows stop one by one."""
@@ -222,12 +226,12 @@ def _solve(
     left = tl.sum(going.to(tl.int32), 0)
     while left > 0:
         iteration += 1
-        mixed = apply(factors, x - y, mixer) + y
+        mixed = apply(factors + iteration * nothing, x - y, mixer) + y
         f = base + g * mixed
         if GATED:
             f = gate * f
         if norm_weight is not None:
-            f = normalise(f, there, norm_weight, norm_bias, width, NORM_EPSILON, norm_bias is not None)
+            f = normalise(f, there, norm_weight, norm_bias, width, NORM_EPSILON)
         difference, size = _largest(f, y)
         if settings.relative:
             difference = difference / tl.maximum(size, _EPSILON)
@@ -252,10 +256,10 @@ def _solve(
     return y, mixed, iterations, residual, status
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nothing"])
 def _sweep(
     from_x, weight, x, A, D, norm_weight, norm_bias, carried, mask, H, value, iterations, residual, status,
-    p, factors, s, vector, batch, length, width, N, count, steps, rates, factor_room,
+    p, factors, s, vector, batch, length, width, N, count, steps, rates, factor_room, nothing,
     mixer: tl.constexpr, settings: tl.constexpr, NORM_EPSILON: tl.constexpr, ROWS: tl.constexpr, STATES: tl.constexpr,
     BLOCK: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
@@ -266,70 +270,80 @@ def _sweep(
     exists = sequence < batch
     channel, real = channels_of(mixer)
     present = exists[:, None] & real[None, :]
-    in_row = sequence[:, None] * width + channel[None, :]
-    in_state = sequence[:, None, None] * width * N + (channel[:, None] * N + n[None, :])[None, :, :]
     state_present = present[:, :, None] & (n < N)[None, None, :]
-    p += sequence[:, None] * count
-    factors += sequence[:, None] * factor_room
-
-    skip = tl.load(D + channel, real, other=0).to(COMPUTE)
-    scale, shift = norm_weight, norm_bias
-    if norm_weight is not None:
-        scale = tl.load(norm_weight + channel, real, other=0).to(COMPUTE)
-    if norm_bias is not None:
-        shift = tl.load(norm_bias + channel, real, other=0).to(COMPUTE)
-    tl.store(s + in_row, tl.load(carried + in_row, present, other=0).to(COMPUTE), present)
+    in_state = (channel[:, None] * N + n[None, :])[None, :, :]
+    first_s = s + sequence[:, None] * width + channel[None, :]
+    tl.store(first_s, tl.load(carried + sequence[:, None] * width + channel[None, :], present, other=0), present)
     if BLOCK is None:
-        state = tl.load(H + in_state, state_present, other=0)
+        state = tl.load(H + sequence[:, None, None] * width * N + in_state, state_present, other=0)
     tl.debug_barrier()
 
     for t in range(length):
+        again = t * nothing
+        sequence = program * ROWS + again + tl.arange(0, ROWS)
+        exists = sequence < batch
+        present = exists[:, None] & real[None, :]
+        p_t = p + sequence[:, None] * count
+        s_t = s + sequence[:, None] * width
+        factors_t = factors + sequence[:, None] * factor_room
         at = sequence * length + t
         solving = exists
         if mask is not None:
             solving = exists & (tl.load(mask + at, exists, other=0) != 0)
-        x_row, s_row = from_x + at[:, None] * count, s + sequence[:, None] * width
-        add_from_s(x_row, s_row, weight, p, exists[:, None], count, width, mixer, COLUMNS, DEPTH, PRECISION)
+        x_row = from_x + at[:, None] * count
+        add_from_s(x_row, s_t, weight, p_t, exists[:, None], count, width, mixer, COLUMNS, DEPTH, PRECISION)
         tl.debug_barrier()
-        make_factors(p, factors, mixer)
+        make_factors(p_t, factors_t, mixer)
         tl.debug_barrier()
-        b = _unit(p, mixer.coefficients, n, N, solving)
-        c = _unit(p, mixer.coefficients + N, n, N, solving)
-        delta = _step(p, channel, real, solving, steps, width, N, mixer)
+        b = _unit(p_t, mixer.coefficients, n, N, solving)
+        c = _unit(p_t, mixer.coefficients + N, n, N, solving)
+        delta = _step(p_t, channel, real, solving, steps, width, N, mixer)
+        skip = tl.load(D + again + channel, real, other=0).to(COMPUTE)
         g = tl.sum(b * c, 1)[:, None] * delta + skip[None, :]
-        in_token = at[:, None] * width + channel[None, :]
-        x_t = tl.load(x + in_token, present, other=0).to(COMPUTE)
+        x_t = tl.load(x + at[:, None] * width + channel[None, :], present, other=0).to(COMPUTE)
         gate = x_t
         if GATED:
-            z = tl.load(p + mixer.coefficients + 2 * N + steps + channel[None, :], real[None, :], other=0)
+            z = tl.load(p_t + mixer.coefficients + 2 * N + steps + channel[None, :], real[None, :], other=0)
             gate = silu(z)
+        vector_t = vector
         if BLOCK is None:
-            state = _decay(delta, A, channel, real, n, N, rates) * state
+            state = _decay(delta, A + again, channel, real, n, N, rates) * state
             base = tl.sum(state * c[:, None, :], 2)
         else:
+            vector_t = vector + sequence[:, None] * width
             _walk_states(
-                H, A, p, vector, c, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES, False
+                H, A, p_t, vector_t, c, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES,
+                False,
             )  # fmt: skip
             tl.debug_barrier()
-            base = tl.load(vector + in_row, present, other=0)
+            base = tl.load(vector_t + channel[None, :], present, other=0)
+        scale, shift = norm_weight, norm_bias
+        if norm_weight is not None:
+            scale = tl.load(norm_weight + again + channel, real, other=0).to(COMPUTE)
+        if norm_bias is not None:
+            shift = tl.load(norm_bias + again + channel, real, other=0).to(COMPUTE)
         y, mixed, done, left, code = _solve(
-            factors, x_t, base, g, gate, solving, real, scale, shift, width, NORM_EPSILON, mixer, settings, GATED
+            factors_t, x_t, base, g, gate, solving, real, scale, shift, width, nothing, NORM_EPSILON, mixer, settings, GATED
         )  # fmt: skip
+        delta = _step(p_t, channel, real, solving, steps, width, N, mixer)
         write = tl.where(solving[:, None], delta * mixed, 0)
         if BLOCK is None:
+            b = _unit(p_t, mixer.coefficients, n, N, solving)
             state += write[:, :, None] * b[:, None, :]
         else:
             tl.debug_barrier()
-            tl.store(vector + in_row, write, present)
+            tl.store(vector_t + channel[None, :], write, present)
             tl.debug_barrier()
+            b = _unit(p_t, mixer.coefficients, n, N, solving)
             _walk_states(
-                H, A, p, vector, b, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES, True
+                H, A, p_t, vector_t, b, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES,
+                True,
             )  # fmt: skip
-        tl.store(value + in_token, y, present)
-        tl.store(s + in_row, y, present)
+        tl.store(value + at[:, None] * width + channel[None, :], y, present)
+        tl.store(s_t + channel[None, :], y, present)
         tl.store(iterations + at, done, exists)
         tl.store(residual + at, left, exists)
         tl.store(status + at, code, exists)
         tl.debug_barrier()
     if BLOCK is None:
-        tl.store(H + in_state, state, state_present)
+        tl.store(H + sequence[:, None, None] * width * N + in_state, state, state_present)

@@ -35,6 +35,7 @@ _TINY = tl.constexpr(1e-15)
 _LARGEST_FACTOR = 128
 """Rows of a Kronecker factor at most: its numbers are in registers while it is made."""
 
+STAGES = tl.constexpr(5)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter multiplies the bits of bfloat16 numbers, as if they were integers."""
 
@@ -140,12 +141,13 @@ def channels_of(mixer: tl.constexpr):
 
 
 @triton.jit
-def normalise(f, there, weight, bias, width, epsilon, CENTRED: tl.constexpr):
-    """LayerNorm, or RMSNorm where not CENTRED, of a tile (rows, lanes); weight and bias (lanes) are 0 at padding."""
-    if CENTRED:
+def normalise(f, there, weight, bias, width, epsilon):
+    """LayerNorm, or RMSNorm where bias is None, of a tile (rows, lanes); weight and bias (lanes) are 0 at padding."""
+    if bias is not None:
         f = tl.where(there[None, :], f - tl.sum(f, 1, keep_dims=True) / width, 0)
     scale = 1 / tl.sqrt(tl.sum(f * f, 1, keep_dims=True) / width + epsilon)
-    return f * scale * weight[None, :] + bias[None, :]
+    f = f * scale * weight[None, :]
+    return f if bias is None else f + bias[None, :]
 
 
 # Coefficients.
@@ -177,7 +179,7 @@ def add_from_s(
         there = inside & (column < count)[None, :]
         total = tl.load(from_x + column[None, :], there, other=0).to(p.dtype.element_ty)
         if tl.max(source, 0) >= 0:
-            for k in range(0, width, DEPTH):
+            for k in tl.range(0, width, DEPTH, num_stages=STAGES):
                 channel = k + tl.arange(0, DEPTH)
                 in_weight = source[None, :] * width + channel[:, None]
                 rows = tl.load(s + channel[None, :], inside & (channel < width)[None, :], other=0)
@@ -239,9 +241,7 @@ def kronecker_factor(p, scratch, n: tl.constexpr, LANES: tl.constexpr, mixer: tl
     if mixer.by_rows:
         gram = l2norm(gram)
     else:
-        v = top_eigenvector(gram, LANES, mixer)
-        largest = tl.sum(v * tl.sum(gram * v[:, None, :], 2), 1)
-        gram = gram * (1 / (largest + _EPSILON))[:, None, None]
+        gram = gram * (1 / (largest_eigenvalue(gram, mixer) + _EPSILON))
     diagonal = tl.load(p[:, :, None] + i[None, :, :], (i < n)[None, :, :], other=0)
     return sigmoid(diagonal) * gram
 
@@ -257,21 +257,32 @@ def outer_products(a, b, count, LANES1: tl.constexpr, LANES2: tl.constexpr):
 
 
 @triton.jit
-def top_eigenvector(gram, LANES: tl.constexpr, mixer: tl.constexpr):
-    """Power iteration from the column of the largest diagonal entry, (rows, LANES)."""
-    i = tl.arange(0, LANES)
-    diagonal = tl.sum(tl.where((i[:, None] == i[None, :])[None, :, :], gram, 0), 2)
+def largest_eigenvalue(gram, mixer: tl.constexpr):
+    """v . gram v, (rows, 1, 1), of v by power iteration from the column of the largest diagonal entry.
+
+    gram v and v^T gram in turn, which are the same: a sum over one axis is laid out as the next product takes it.
+    """
+    LANES: tl.constexpr = gram.shape[1]
+    i, j = tl.arange(0, LANES)[None, :, None], tl.arange(0, LANES)[None, None, :]
+    diagonal = tl.sum(tl.where(i == j, gram, 0), 1)
     start = tl.argmax(diagonal, 1)
-    v = unit(tl.sum(tl.where(i[None, None, :] == start[:, None, None], gram, 0), 2))
-    for _ in range(mixer.power_iterations):
-        v = unit(tl.sum(gram * v[:, None, :], 2))
-    return v
+    v = unit(tl.sum(tl.where(i == start[:, None, None], gram, 0), 1, keep_dims=True), 2)
+    for _ in range(mixer.power_iterations // 2):
+        w = unit(tl.sum(gram * v, 2, keep_dims=True), 1)
+        v = unit(tl.sum(gram * w, 1, keep_dims=True), 2)
+    w = tl.sum(gram * v, 2, keep_dims=True)
+    if mixer.power_iterations % 2 == 0:
+        return tl.sum(w * tl.trans(v, (0, 2, 1)), 1, keep_dims=True)
+    else:
+        w = unit(w, 1)
+        v = tl.sum(gram * w, 1, keep_dims=True)
+        return tl.sum(v * tl.trans(w, (0, 2, 1)), 2, keep_dims=True)
 
 
 @triton.jit
-def unit(v):
+def unit(v, AXIS: tl.constexpr):
     """v / max(|v|, tiny)"""
-    length = tl.sqrt(tl.sum(v * v, 1, keep_dims=True))
+    length = tl.sqrt(tl.sum(v * v, AXIS, keep_dims=True))
     return v * (1 / tl.maximum(length, _TINY))
 
 

@@ -35,12 +35,15 @@ class VectorTerms:
     keep: bool = False
 
 
-def sweep(terms: VectorTerms, form: MixerForm | None, settings: SweepSettings) -> SweepResult | None:
+def sweep(
+    terms: VectorTerms, form: MixerForm | None, settings: SweepSettings, backend: str = "auto"
+) -> SweepResult | None:
     """Solve all tokens in order, without gradient; None where no kernel knows the mixer or the device.
 
-    `SweepResult.H` is the last token's image, (B, 1, d). ValueError where shapes do not fit `columns`.
+    `SweepResult.H` is the last token's image, (B, 1, d). ValueError where shapes do not fit `columns`, UserError where
+    a backend is asked for that is not there; see `fpexp.ops.backend.choose`.
     """
-    if choose("vector_sweep", terms.v.device) != "cpu":
+    if choose("vector_sweep", terms.v.device, backend) != "cpu":
         return None
     if form is None:
         say_once("this channel mixer has no fused sweep: it is solved token by token in plain torch")
