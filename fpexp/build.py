@@ -49,7 +49,7 @@ def settle(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         config = config.replace(precision="float32" if config.device == "cpu" else "bfloat16")
     if config.solver.resolve() is Auto:
         capped = bool(getattr(config.schedule.resolve(), "caps_training", False))
-        name, reason = Auto.choose(config.device, capped)
+        name, reason = Auto.choose(config.device, capped, functools.partial(_longest_solve, config))
         if _uses_solver(config.model):
             notes.append(f"solver=auto: {name} ({reason})")
         config = config.replace(solver=config.solver.settings[name])
@@ -161,6 +161,14 @@ def _given_by_builder(target: Callable[..., Any]) -> list[str]:
 def _expect(part: object, method: str, component: Component) -> None:
     if not hasattr(part, method):
         raise UserError(f"{component.target} stands in the wrong place: it has no method '{method}'")
+
+
+def _longest_solve(config: RunConfig) -> tuple[int, int]:
+    """Return the tokens of the longest training sequence, and how many iterations are made on them at most."""
+    task: Task = make(config.task)
+    length = task.input_length(task.lengths.max)
+    schedule: Schedule = make(config.schedule)
+    return length, schedule.training_cap(length, torch.Generator()).max_iterations
 
 
 def _uses_solver(model: Component) -> bool:

@@ -23,6 +23,9 @@ _FUSED = {"cpu": "cpu", "cuda": "triton"}
 _COMPILER = {"cpu": "numba", "triton": "triton"}
 """The package that a backend needs."""
 
+_UNTRIED = {("fixed_point_iteration", "triton"): "has yet to be tried on a GPU: its programs wait for each other"}
+"""Backends that are used when asked for only."""
+
 _auto_is_reference = False
 
 
@@ -95,7 +98,7 @@ def _fastest(op: str, device: torch.device, existing: tuple[str, ...]) -> str:
     if fused not in existing:
         logger.info("%s on %s: backend=reference", op, device.type)
         return "reference"
-    if reason := _missing(op, fused):
+    if reason := _UNTRIED.get((op, fused)) or _missing(op, fused):
         say_once(f"the slower backend=reference is used on {device.type}: backend={fused} {reason}")
         return "reference"
     logger.info("%s on %s: backend=%s", op, device.type, fused)

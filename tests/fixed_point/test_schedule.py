@@ -8,8 +8,9 @@ import pytest
 import torch
 from helpers import tiny
 
+from fpexp import build
 from fpexp.errors import UserError
-from fpexp.fixed_point import Anderson, Cap, Converge, Fixed, Gamma, Lagged, Picard, Sequential
+from fpexp.fixed_point import Anderson, Auto, Cap, Converge, Fixed, Gamma, Lagged, Picard, Sequential, auto
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -102,3 +103,19 @@ def test_auto_sweeps_on_a_cpu() -> None:
     experiment = tiny("model=fp_mamba_h", "device=cpu")
     assert isinstance(experiment.model.layers[0].layer.solver, Sequential)
     assert experiment.notes == ("solver=auto: sequential (fewest operations, on a CPU)",)
+
+
+def test_auto_on_a_gpu_goes_by_length_once_its_crossover_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep of T tokens against as many iterations, at most 100."""
+    experiment = tiny("model=fp_mamba_h", "task.bos=true")
+    assert build._longest_solve(experiment.config) == (experiment.task.lengths.max + 1, 100)
+
+    def choice(length: int, capped: bool = False) -> str:
+        return Auto.choose("cuda", capped, lambda: (length, 100))[0]
+
+    assert choice(16) == choice(2048) == "picard"
+    monkeypatch.setattr(auto, "CROSSOVER", 4.0)
+    assert (choice(16), choice(399), choice(400)) == ("sequential", "sequential", "picard")
+    assert choice(16, capped=True) == "picard"
+    monkeypatch.setattr(auto, "CROSSOVER", 0.5)
+    assert choice(16) == "picard"

@@ -1,6 +1,6 @@
 """Picard's iteration in Triton against the solver's own loop: the same iterates, counts, residuals and statuses.
 
-On a GPU or in the interpreter, which takes some milliseconds a token and iteration, hence the tiny sizes and tight caps.
+On a GPU or in the interpreter, which takes milliseconds a token and iteration, hence the tiny sizes and tight caps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from helpers import EVERYTHING, LENGTHS, MIXERS, make_layer, random, tiny
 from torch import Tensor
 from torch.testing import assert_close
 
-from fpexp.channel_mixers import ChannelMixer, DPLR, Householder, Kronecker
+from fpexp.channel_mixers import DPLR, ChannelMixer, Householder, Kronecker
 from fpexp.errors import UserError
 from fpexp.fixed_point import Cap, Picard, SolveResult, Status
 from fpexp.models.fp_mamba import FPMambaLayer

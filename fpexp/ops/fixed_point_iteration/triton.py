@@ -1,7 +1,7 @@
-"""Picard's iteration in Triton: a launch is an evaluation of f on all tokens of all sequences, and what follows from it.
+"""Picard's iteration in Triton: a launch evaluates f on all tokens of all sequences and settles what follows from it.
 
 Tokens of all sequences stand in one row after the other, in tiles of some rows, whatever sequences these are of.
-Programs, a few on each multiprocessor, take tiles in order by a ticket. Of a tile a program
+Programs, two on each multiprocessor, take tiles in order by a ticket. Of a tile a program
 
     1. makes the iterate, y = delta f + (1 - delta) y of the launch before, and s of it, which reaches one row back;
     2. makes the coefficients from_x + s W^T, the weight coming from the L2 cache once for all rows;
@@ -15,9 +15,32 @@ launch after the end returns at once, so that the host may launch some ahead and
 if it had looked after each. The damped iterate waits for the next launch since the damping hears of the residual first.
 
 What the tile before leaves is waited for on a flag, block by block: its program holds an earlier ticket, so that it
-runs already and waits for nobody later; and block i of a tile is scanned beside block i + 1 of the tile before. A
-sequence of T tokens is thus T / rows + d / channels blocks long, where one program for each would be as long as the
-product of both and would leave all other multiprocessors idle at the batches of language.
+runs already and waits for nobody later; and block i of a tile is scanned beside block i + 1 of the tile before. So a
+sequence lasts as long as T / rows + d / channels blocks, where one program for each would take their product, and at
+the batches of language would leave all but a few multiprocessors idle.
+
+Roofline for an H200 (4.3 TB/s, 790 TFLOP/s in bfloat16, L2 some 5.5 TB/s; 132 SMs at 1.7 GHz, 16 exp2 and 128 float32
+operations a clock each), for M = B T tokens, C columns of from_x, S of them with a part from s, weights of w bytes:
+
+    memory      (16 d + w C) M bytes: the old f, x and from_x come, y and f go; 4 d M more where delta < 1
+    L2          w S d M / 32 bytes of weights; coefficients and mixed tokens, 4 (4 C + 2 d) M, where they fit in it
+    operations  2 S d M on tensor cores, d N M exp2, 6 d N M in float32 (Kronecker: and 2 (d1 + d2) d + d1^3 + d2^3)
+
+In microseconds an iteration of Householder r = 1 in bfloat16, predicted, not measured:
+
+    size                              memory  tensor cores  exp2  weights from L2  the tiles' chain  predicted
+    cpu    B 256, T 16, d 128             3         0          2          1               -           25 to 40
+    gpu    B 64, T 1024, d 512          157        46        149        208             160         700 to 1000
+    words  B 512, T 16, d 1024           39        22         37        100               -          300 to 500
+    paper  B 2, T 2048, d 2048 (gate)    43        88         37        390             350         800 to 1000
+    copy   B 128, T 128, d 2048, N 32   156       180        298        805             100        1800 to 2500
+
+The chain is T / 32 + d / channels blocks of 32 tokens, some 150 clocks a token and 2 us to hand over; it hides behind
+other sequences where there are many. Weights from L2 cost most: their floor falls with more rows in a tile, whose
+coefficients then leave the cache (at d 1024 they fill it already: 2 x 132 programs x 460 kB). Plain torch makes 75
+launches an iteration (Kronecker 89 by rows, 205 spectral) and two looks of the host: some 400 us at the size `cpu`,
+whatever the GPU; at the others it passes over (M, d) some 30 times, 0.5 ms at the size `words`, so that no more than a
+factor of two is expected there for Householder.
 """
 
 from __future__ import annotations
@@ -60,18 +83,24 @@ _ROWS = 32
 _TILE = 4096
 """Numbers of a tile in registers at most: 16 a thread."""
 
-_WARPS, _REGISTERS, _PROGRAMS = 8, 128, 2
-"""Of a program, of a thread at most, and for each multiprocessor: so many have room there.
+_WARPS = 8
 
-Each stage is a function of its own to the compiler, which would otherwise let a program have twice the registers.
+_REGISTERS = 128
+"""Of a thread at most, so that a multiprocessor has room for two programs, one of which loads while the other computes.
+
+Each stage is a function of its own to the compiler, which else lets all of them together have twice as many. Where
+these would spill (products of float32 weights and large factors do), a program has as many as it wants, and the
+multiprocessor for itself.
 """
+
+_LARGE = 1024
+"""Numbers of a Kronecker factor that spill."""
 
 _MULTIPROCESSORS = 132
 """Where there is no GPU to ask: an H200's."""
 
 _CONVERGED, _UNCONVERGED, _DIVERGED, _NON_FINITE = (
-    tl.constexpr(int(status))
-    for status in (Status.CONVERGED, Status.UNCONVERGED, Status.DIVERGED, Status.NON_FINITE)
+    tl.constexpr(int(status)) for status in (Status.CONVERGED, Status.UNCONVERGED, Status.DIVERGED, Status.NON_FINITE)
 )
 _EPSILON = tl.constexpr(1e-6)
 """As in `fpexp.fixed_point.iterate`."""
@@ -89,7 +118,7 @@ class Plan:
     """What is known when a kernel is compiled: sizes of tiles, the form of f, and the rules of damping and stopping.
 
     `group` rows are mixed at a time, `channels` x `states` is a block of the state, `columns` x `depth` one of the
-    weight. `centred`: LayerNorm, else RMSNorm, None: no norm. `alike`: A is the same for all N.
+    weight. `alike`: A is the same for all N.
     """
 
     rows: int
@@ -101,7 +130,6 @@ class Plan:
     head_size: int
     alike: bool
     gated: bool
-    centred: bool | None
     epsilon: float
     precision: str
     tolerance: float
@@ -131,7 +159,6 @@ class Plan:
             head_size=width // terms.columns.sizes[3],
             alike=terms.A.shape[1] == 1,
             gated=terms.columns.sizes[4] > 0,
-            centred=None if terms.norm is None else terms.norm[1] is not None,
             epsilon=0.0 if terms.norm is None else terms.norm[2],
             precision=precision(terms.x.dtype),
             tolerance=settings.tolerance,
@@ -173,7 +200,8 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: IterationSettings) -> 
     dtype = torch.float64 if terms.x.dtype == torch.float64 else torch.float32
     bits = torch.int64 if dtype == torch.float64 else torch.int32
     tiles, blocks = triton.cdiv(total, plan.rows), triton.cdiv(width, plan.channels)
-    programs = min(tiles, _PROGRAMS * _multiprocessors(terms.x.device))
+    pairs = terms.weight.element_size() == 2 and (mixer.lanes1 == 1 or mixer.lanes2**2 <= _LARGE)
+    programs = min(tiles, (2 if pairs else 1) * _multiprocessors(terms.x.device))
 
     def room(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return terms.x.new_empty(shape, dtype=dtype)
@@ -233,7 +261,7 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: IterationSettings) -> 
         value = torch.where((iterations % 2 == 1)[:, None, None], y[1], y[0])
         return IterationResult(value, iterations, residual, status)
 
-    return Launch(_iteration, programs, _WARPS, arguments, _REGISTERS), result, control[1]
+    return Launch(_iteration, programs, _WARPS, arguments, _REGISTERS if pairs else None), result, control[1]
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -420,7 +448,7 @@ def _scan(
             left = between + (tile - 1).to(tl.int64) * width * N + in_state
             H = tl.load(left, present, other=0, cache_modifier=".cg")
         token, v_token, f_token = p, mixed, f + first.to(tl.int64) * width
-        for _ in range(0, tl.minimum(plan.rows, total - first)):
+        for _ in range(tl.minimum(plan.rows, total - first)):
             if t == 0:
                 live = tl.load(frozen + sequence) == 0
                 H = tl.load(state + sequence.to(tl.int64) * width * N + in_state, present, other=0).to(COMPUTE)
@@ -456,12 +484,13 @@ def _close(
         inside = live[:, None] & there[None, :]
         at = row.to(tl.int64)[:, None] * width + channel[None, :]
         f_tile = tl.load(f + at, inside, other=0)
-        if plan.centred is not None:
+        if norm_weight is not None:
             gain = tl.load(norm_weight + channel, there, other=0).to(COMPUTE)
-            shift = tl.zeros_like(gain)
-            if plan.centred:
+            if norm_bias is None:
+                f_tile = normalise(f_tile, there, gain, None, width, plan.epsilon)
+            else:
                 shift = tl.load(norm_bias + channel, there, other=0).to(COMPUTE)
-            f_tile = normalise(f_tile, there, gain, shift, width, plan.epsilon, plan.centred)
+                f_tile = normalise(f_tile, there, gain, shift, width, plan.epsilon)
             tl.debug_barrier()
             tl.store(f + at, f_tile, inside)
         change = f_tile - tl.load(y + at, inside, other=0)
