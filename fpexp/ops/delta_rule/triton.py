@@ -30,7 +30,7 @@ For bfloat16 v the factors of products with states are bfloat16, those of produc
 and T is made with three bfloat16 products for one. It is tf32 throughout for float16, whose range states may leave,
 except for T; three tf32 for one for float32. Sums and the carried state are float32.
 
-Occupancy: `_forward` and `_backward` are B heads V / 32 programs for K 128 (V / 16 for K 256) of 8 warps, one to an SM
+Occupancy: `_forward` and `_backward` are B heads V / 32 programs of 8 warps (V / 16 from K 129 on), one to an SM
 by their registers; the others one a chunk, or one a chunk and 64 columns. B 64, T 1024, 2 heads, K 128, V 256 (Gated
 DeltaNet at gpu scale): 1024 programs that carry, 8 rounds on 132 SMs of 16 chunks each.
 
@@ -189,7 +189,7 @@ class Problem(NamedTuple):
         keys = values = self.tile.block
         programs = self.rows * self.chunks
         if kernel in (_forward, _backward):
-            keys, values, programs = self.tile.keys, min(64, self.tile.carried), self.rows
+            keys, values, programs = self.tile.keys, min(32, self.tile.carried), self.rows
         elif kernel in (_solve, _of_q_and_k):
             keys = values = min(32, self.tile.block)
         keys, values = min(keys, _power(K)), min(values, _power(V))
