@@ -81,7 +81,9 @@ def _solve(name: str, setup: Setup) -> list[Finding]:
             times[way, length] = ms
             said = f"{numbers['iterations_mean']:.1f} iterations, {numbers['converged']:.0%} converged"
             rows.append(Finding(what, f"{ms:.3g} ms", said, numbers={"ms": ms, **numbers}))
-    return [*rows, crossover(name, times)]
+            if way == "parallel":
+                iterations[length] = numbers["iterations_max"]
+    return [*rows, *crossover(name, times, iterations)]
 
 
 def _time(solve: Solve, setup: Setup) -> tuple[float, dict[str, float]]:
@@ -96,9 +98,23 @@ def _all(solver: Solver, problems: list[Any]) -> list[Any]:
     return [solver.solve(problem, Cap(1000), training=False) for problem in problems]
 
 
-def crossover(name: str, times: Mapping[tuple[str, int], float]) -> Finding:
-    """Say which way is fastest at each length."""
+def crossover(name: str, times: Mapping[tuple[str, int], float], iterations: Mapping[int, float]) -> list[Finding]:
+    """Say which way is fastest at each length, and how many tokens a sweep solves while one iteration is made.
+
+    `times` are milliseconds by way and length; `iterations` are those of `parallel`, by length. The latter number is
+    what `fpexp.fixed_point.auto.CROSSOVER` asks for.
+    """
     lengths = sorted({length for _, length in times})
     fastest = {n: min((ms, way) for (way, length), ms in times.items() if length == n)[1] for n in lengths}
     said = ", ".join(f"{way} at {length}" for length, way in fastest.items())
-    return Finding(f"{name}: fastest", said, numbers={"fastest": {str(n): way for n, way in fastest.items()}})
+    rows = [Finding(f"{name}: fastest", said, numbers={"fastest": {str(n): way for n, way in fastest.items()}})]
+    tokens = {
+        n: times["parallel", n] / count / (times["sequential", n] / n)
+        for n, count in iterations.items()
+        if ("sequential", n) in times
+    }
+    if tokens:
+        said = ", ".join(f"{number:.3g} at {length}" for length, number in tokens.items())
+        numbers = {"tokens": {str(length): number for length, number in tokens.items()}}
+        rows.append(Finding(f"{name}: tokens of a sweep in an iteration's time", said, numbers=numbers))
+    return rows
