@@ -160,8 +160,12 @@ def test_a_package_that_is_wrong_or_fails_is_not_timed() -> None:
 
 
 def test_the_fastest_way_at_each_length() -> None:
-    times = {("sequential", 16): 1.0, ("picard", 16): 2.0, ("sequential", 64): 4.0, ("picard", 64): 3.0}
-    assert solves.crossover("H", times).found == "sequential at 16, picard at 64"
+    times = {("sequential", 16): 1.6, ("parallel", 16): 2.0, ("sequential", 64): 6.4, ("parallel", 64): 3.0}
+    fastest, tokens = solves.crossover("H", times, {16: 10, 64: 20})
+    assert fastest.found == "sequential at 16, parallel at 64"
+    assert tokens.found == "2 at 16, 1.5 at 64"
+    (fastest,) = solves.crossover("H", {("picard", 16): 1.0}, {})
+    assert fastest.found == "picard at 16"
 
 
 def test_parts_fit_in_eight_minutes() -> None:

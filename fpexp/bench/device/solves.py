@@ -64,7 +64,10 @@ def _solve(name: str, setup: Setup) -> list[Finding]:
     lengths = (2, 4) if setup.rehearse else LENGTHS
     size = 2 if setup.rehearse else BATCH
     tokens = experiment.task.sample(size, lengths[-1], generator(0, "bench")).inputs.to(setup.device)
-    model, rows, times = experiment.model.eval(), [], {}
+    model = experiment.model.eval()
+    rows: list[Finding] = []
+    times: dict[tuple[str, int], float] = {}
+    iterations: dict[int, float] = {}
     for length in lengths:
         layers = posed(model, tokens[:, :length])
         for way, (solver, under, longest) in WAYS.items():
