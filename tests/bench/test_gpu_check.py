@@ -44,9 +44,13 @@ def test_every_part_does_its_work(found: dict[str, list[Finding]]) -> None:
     assert {finding.what for finding in found["versions"]} >= {"device", "torch", "triton", "numba"}
     for name in ("correctness", "offsets"):
         assert all(finding.good for finding in found[name]), found[name]
-    for name in KERNELS:
-        for part in ("correctness", "offsets", "compile", "kernels"):
+    for name, kernels in KERNELS.items():
+        parts = ["compile", "kernels", *(["correctness"] if kernels.op in name or name == "delta_product" else [])]
+        for part in parts:
             assert any(finding.what.startswith(name) for finding in found[part]), f"{part}: {name}"
+    for name in subjects.FIXED_POINTS:
+        for way in solves.FUSED:
+            assert f"{name}, {way}" in {finding.what for finding in found["correctness"]}
     assert {finding.what.partition(",")[0] for finding in found["training"]} == {
         *subjects.FIXED_POINTS, *subjects.BASELINES
     }  # fmt: skip
@@ -76,7 +80,7 @@ def test_the_script(tmp_path: Path) -> None:
 def test_a_faulty_part_leaves_the_others(importable: None, capsys: pytest.CaptureFixture[str]) -> None:
     """What raises, crashes or hangs is named, and what comes after it is done."""
     parts = [
-        Part("faulty", faulty_part.__name__, limit=100, item_limit=5),
+        Part("faulty", faulty_part.__name__, limit=100, item_limit=2),
         Part("absent", "no.such.part", limit=60),
         Part("versions", "fpexp.bench.device.versions", limit=60),
     ]
@@ -88,15 +92,15 @@ def test_a_faulty_part_leaves_the_others(importable: None, capsys: pytest.Captur
         ("faulty", "good"): "",
         ("faulty", "raises"): "ValueError: a wrong number",
         ("faulty", "crashes"): "ended by SIGSEGV",
-        ("faulty", "hangs"): "stopped after 5 s",
+        ("faulty", "hangs"): "stopped after 2 s",
         ("faulty", "after"): "",
-        ("faulty", "last"): "stopped after 5 s",
+        ("faulty", "last"): "stopped after 2 s",
         ("absent", ""): "ModuleNotFoundError: No module named 'no'",
         ("versions", "versions"): "",
     }
     show(rows)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "hangs" in line]
-    assert line.split() == ["faulty", "hangs", "stopped", "after", "5", "s", "BAD"]
+    assert line.split() == ["faulty", "hangs", "stopped", "after", "2", "s", "BAD"]
 
 
 def test_time_that_is_over_is_told_of_what_is_left(importable: None) -> None:

@@ -112,7 +112,7 @@ def _watch(command: list[str], log: Path, end: float, item_limit: float, rehears
             if now >= end:
                 how = "stopped: the part's time was over"
             elif now - moved >= (item_limit if size else max(item_limit, START)):
-                how = f"stopped after {now - moved:.0f} s"
+                how = f"stopped after {item_limit:g} s" if size else "stopped: it did not begin"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -61,7 +61,7 @@ def items(setup: Setup) -> dict[str, Item]:
 @torch.no_grad()
 def _solve(name: str, setup: Setup) -> list[Finding]:
     experiment = subjects.make(name, setup.device, setup.rehearse)
-    lengths = (2, 4) if setup.rehearse else LENGTHS
+    lengths = (3,) if setup.rehearse else LENGTHS
     size = 2 if setup.rehearse else BATCH
     tokens = experiment.task.sample(size, lengths[-1], generator(0, "bench")).inputs.to(setup.device)
     model = experiment.model.eval()
