@@ -6,8 +6,9 @@ kernel's own docstring says where they come from and how the predictions do. The
 takes longest, as if all others worked meanwhile.
 
 Predicted is launch + floor * max(1, full / programs) * (low to high): what a launch costs by itself, and a factor that
-stands in `PREDICTIONS` with the number of programs below which multiprocessors idle. None of it has been measured:
-`scripts/gpu_check.sh` holds it against the clock.
+stands in `PREDICTIONS` with the number of programs below which multiprocessors idle. A sweep's tokens go one after
+another, so that their number counts and not the floor. None of it has been measured: `scripts/gpu_check.sh` holds it
+against the clock.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ LAUNCH = 5e-6
 IN_PLACE = {("carry", "sums"), ("carry, back", "sums"), ("states, back", "residuals"), ("sweep", "H")}
 """(launch, tensor): what is read and then written over."""
 
-EVALUATIONS = 6
+L2 = 5.5e12
+"""Bytes a second that all multiprocessors read from the L2 cache; of one: 64 a clock. Both assumed."""
+
+EVALUATIONS = 5
 """Of a token in a sweep, as trained models take on A5 (README.md)."""
 
 
@@ -92,14 +96,17 @@ def work_of(kernels: str, name: str, launch: Any) -> Work:
 
 def floor_of(kernels: str, name: str, launch: Any) -> tuple[float, str]:
     """Return the floor of a launch in seconds, and the resource that sets it."""
-    plan = launch.arguments.get("plan")
-    precision = launch.arguments.get("PRECISION") if plan is None else plan.precision
-    return work_of(kernels, name, launch).floor(precision or "bf16")
+    precision, weight = launch.arguments.get("PRECISION", "bf16"), launch.arguments.get("weight")
+    if weight is not None:  # of the fixed points, whose products are made in its type
+        precision = "bf16" if weight.itemsize == 2 else "tf32x3"
+    return work_of(kernels, name, launch).floor(precision)
 
 
 def predict(kernels: str, name: str, launch: Any) -> tuple[float, float] | None:
     """Return the seconds that a launch is predicted to take on an H200, at the least and at the most; None: unknown."""
     expected = PREDICTIONS.get(kernels, {}).get(name)
+    if name == "sweep":
+        return _predict_sweep(launch)
     if expected is None:
         return None
     floor, _ = floor_of(kernels, name, launch)
@@ -107,6 +114,16 @@ def predict(kernels: str, name: str, launch: Any) -> tuple[float, float] | None:
     is_narrow = any(isinstance(value, Tensor) and value.itemsize == 2 for value in launch.arguments.values())
     low, high = expected.narrow if expected.narrow and is_narrow else expected[:2]
     return LAUNCH + floor * idle * low, LAUNCH + floor * idle * high
+
+
+def _predict_sweep(launch: Any) -> tuple[float, float]:
+    """Tokens one after another: their weights through L2, barriers, and each evaluation (see its module)."""
+    arguments, kronecker = launch.arguments, launch.arguments["mixer"].rows > 1
+    weights = arguments["weight"].nbytes
+    token = max(weights * launch.programs / L2, weights / (64 * 1.7e9)) + (11e-6 if kronecker else 3e-6)
+    low, high = (1e-6, 4e-6) if kronecker else (0.5e-6, 1e-6)
+    length = arguments["x"].shape[1]
+    return LAUNCH + length * (token + EVALUATIONS * low), LAUNCH + length * (token + EVALUATIONS * high)
 
 
 def _each(tensor: str, **amounts: float) -> Counts:
@@ -239,5 +256,6 @@ PREDICTIONS: Mapping[str, Mapping[str, Expected]] = {
     },
     "delta_rule": _DELTA_RULE_EXPECTED,
     "delta_product": _DELTA_RULE_EXPECTED,
+    **{f"iteration_{mixer}": {"iteration": Expected(2.9, 5.5, 264)} for mixer in ("h", "k", "dplr")},
 }
 """By kernels and launch, from the docstrings of their modules."""

@@ -245,6 +245,6 @@ def test_what_no_kernel_knows() -> None:
     for mixer in (Unknown(6, rank=1, a_max=0.5), Kronecker(514, a_max=0.5, normalise="rows")):
         with pytest.raises(UserError, match=r"solver\.backend=triton: no fused sweep"):
             solve(problem_of(layer_of(mixer), batch=1, length=1))
+    of_vectors = tiny("model=fp_rnn_h", "solver=sequential", "solver.backend=triton").model.to(DEVICE)
     with pytest.raises(UserError, match="vector_sweep has no such backend"):
-        built = tiny("model=fp_rnn_h", "solver=sequential", "solver.backend=triton")
-        built.model.to(DEVICE)(torch.zeros(1, 2, dtype=torch.long, device=DEVICE), cap=Cap(1))
+        of_vectors(torch.zeros(1, 2, dtype=torch.long, device=DEVICE), cap=Cap(1))

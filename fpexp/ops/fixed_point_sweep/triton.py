@@ -1,6 +1,34 @@
-"""The sequential sweep in Triton: a program takes a few sequences through all their tokens.
+"""The sequential sweep in Triton: a program takes a few sequences through all their tokens, with one launch for all.
 
-Docstring to come.
+Of a token, what s = y_{t-1} contributes is a product of the program's sequences with all weights, block after block;
+then factors, b, c, Delta and the decayed states; then the token's equation is iterated, as often as the slowest
+sequence of the program needs, each stopping by itself; then y is written into the states. Sums run along one sequence,
+and how many sequences a program has depends on the layer alone: a result depends on no other sequence.
+
+Where what lies: vectors over channels are in registers, coefficients and factors in memory of the program's own (tens
+of KB, which the first cache keeps). The states are in registers up to `_STATE` numbers for all sequences of a program
+(d N = 2048 for four); above that they go by in blocks, read twice and written once a token, from the first cache or L2.
+The weights are not pinned: where they have less than some 150 KB (d 128) they stay in an SM's first cache (256 KB with
+shared memory), above that every program streams them from L2 (50 MB) for each token. So it pays to have several
+sequences in a program, and more than to hold their states, which are smaller: at d 1024, N 16, K, a token reads 4.7 MB
+of float32 weights, and 0.8 MB for four states.
+
+Roofline for an H200, float32 (bfloat16 projections in brackets). From memory, 4.3 TB/s: from_x, x and y once and H
+twice; on tensor cores 2 B T R d operations for R rows of weights (790 TFLOP/s bfloat16, a tenth of that in three tf32):
+
+                                        memory   tensor cores   weights   programs   weights through L2
+    cpu    B 256 T 16   d 128  N 16 K   3.3 us   3 us           117 KB    64         first cache
+    gpu    B 64  T 1024 d 512  N 16 K   140 us   0.6 ms         1.5 MB    16         14 us a token
+    paper  B 512 T 16   d 1024 N 16 K   48 us    0.2 ms         4.7 MB    128        110 us a token
+           B 512 T 16   d 1024 N 16 H2  68 us    0.4 ms         8.5 MB    128        200 us a token
+    copy   B 128 T 256  d 2048 N 32 K   0.3 ms   4.7 ms         23 MB     128        530 us a token
+
+with 5.5 TB/s of L2 for all SMs and 64 bytes a clock for one (both assumed). The tokens' order is what costs: a token
+waits for some 20 barriers and loads (3 us; spectral K 8 us more for its power iteration), an iteration for 10 (0.5 to
+1 us; K 1 to 4 us, d (d1 + d2) products a sequence without tensor cores). With 5 iterations a token, predicted: cpu 0.25
+ms (0.25), gpu 35 ms (28), paper K 2.4 ms (1.5), H2 3.4 ms (1.8), copy 150 ms (85). Not measured yet. At paper widths
+the weights dominate, and a launch for each token, with one product for the whole batch, would read them once: some 15
+us a token. That is not built.
 """
 
 from __future__ import annotations
@@ -37,11 +65,13 @@ _ROWS = 4
 _VECTOR = 4096
 """Numbers that the program's vectors over channels have at most, of which ten are in registers at a time."""
 
-_STATE = 8192
-"""Numbers of the program's states at most, where these stay in registers."""
+_LARGEST = 16384
+"""Numbers of a vector or a Kronecker factor at most; above `_VECTOR` registers spill."""
 
-_STATE_BLOCK = 8192
-"""Numbers of the states that are read at a time, where they do not."""
+_STATE = 8192
+"""Numbers of the program's states that stay in registers at most; of more, as many are read at a time."""
+
+_WARPS = 8
 
 _COLUMNS, _DEPTH = 64, 32
 """Of a block of weights: 8 KB in float32, four of which are on their way at a time."""
@@ -54,15 +84,13 @@ _CONVERGED = tl.constexpr(int(Status.CONVERGED))
 
 @torch.no_grad()
 def sweep(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> SweepResult | None:
-    """Solve all tokens in order, or return None where a token's numbers would overflow the registers of a program.
+    """Solve all tokens in order, or return None where one token is more than a program can hold.
 
     `SweepResult.known` is left out. What is not contiguous is copied.
     """
     mixer = Mixer.of(form, terms.columns, terms.x.shape[2])
-    if not mixer.fits or mixer.lanes > _VECTOR:
-        say_once(
-            f"backend=triton has no sweep for {form} at an inner width of {terms.x.shape[2]}: it is solved in torch"
-        )
+    if mixer.largest > _LARGEST:
+        say_once(f"backend=triton has no sweep for {form} at an inner width of {terms.x.shape[2]}: torch solves it")
         return None
     result, launch = prepare(terms, form, settings)
     launch.run()
@@ -75,22 +103,21 @@ def launches(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> dic
 
 
 class Plan(NamedTuple):
-    """How many sequences a program takes, by how many warps, and how many channels of a state at a time.
+    """How many sequences a program takes, and how many channels of their states at a time.
 
     `block` is None where the states stay in registers.
     """
 
     rows: int
-    warps: int
     block: int | None
 
     @classmethod
-    def of(cls, lanes: int, states: int) -> Plan:
-        """Return the plan for vectors of `lanes` and states of as many times `states` numbers."""
-        rows = max(1, min(_ROWS, _VECTOR // lanes))
-        numbers = rows * lanes * states
+    def of(cls, mixer: Mixer, states: int) -> Plan:
+        """Return the plan for a mixer and `states` numbers of a state to a lane."""
+        rows = max(1, min(_ROWS, _VECTOR // mixer.largest))
+        numbers = rows * mixer.lanes * states
         on_chip = numbers <= _STATE
-        return cls(rows, 8, None if on_chip else max(1, _STATE_BLOCK // (rows * states)))
+        return cls(rows, None if on_chip else max(1, _STATE // (rows * states)))
 
 
 def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tuple[SweepResult, Launch]:
@@ -98,7 +125,7 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
     batch, length, width = terms.x.shape
     N, (count, steps) = terms.H.shape[2], (terms.from_x.shape[2], terms.columns.sizes[3])
     mixer = Mixer.of(form, terms.columns, width)
-    plan = Plan.of(mixer.lanes, triton.next_power_of_2(N))
+    plan = Plan.of(mixer, triton.next_power_of_2(N))
     dtype = torch.float64 if terms.x.dtype == torch.float64 else torch.float32
     programs = triton.cdiv(batch, plan.rows)
 
@@ -137,7 +164,7 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
         "vector": None if plan.block is None else room(programs * plan.rows, width),
     }
     sizes = {"batch": batch, "length": length, "width": width, "N": N, "count": count, "steps": steps}
-    sizes |= {"rates": terms.A.shape[1], "factor_room": mixer.factor_room, "nothing": 0}
+    sizes |= {"rates": terms.A.shape[1], "factor_room": mixer.factor_room}
     constants = {
         "mixer": mixer,
         "settings": settings,
@@ -151,11 +178,12 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
         "COMPUTE": COMPUTE.get(dtype, tl.float32),
         "PRECISION": precision(dtype),
     }
-    return result, Launch(_sweep, programs, plan.warps, {**arguments, **sizes, **constants})
+    return result, Launch(_sweep, programs, _WARPS, {**arguments, **sizes, **constants})
 
 
-# Kernels. Places of a sequence or token are 64-bit, places inside it are 32-bit. Lanes and sequences that are not there
-# are 0 throughout, but for coefficients and factors of the latter, which are never asked for.
+# Kernels. Places of a sequence or token are 64-bit, places inside it are 32-bit. Lanes that are not there are 0
+# throughout; sequences that are not there are computed from whatever lies in memory, and nothing is written of them.
+# What does not change in the loop over tokens is computed again for each: kept, it would fill the registers.
 
 
 @triton.jit
@@ -192,7 +220,7 @@ def _walk_states(
         there = channel < width
         present = exists[:, None] & there[None, :]
         state_present = present[:, :, None] & (n < N)[None, None, :]
-        in_row = vector + channel[None, :]
+        in_row = vector + sequence[:, None] * width + channel[None, :]
         in_state = H + sequence[:, None, None] * width * N + (channel[:, None] * N + n[None, :])[None, :, :]
         step = _step(p, channel, there, solving, steps, width, N, mixer)
         state = _decay(step, A, channel, there, n, N, rates) * tl.load(in_state, state_present, other=0)
@@ -214,11 +242,11 @@ def _largest(f, y):
 
 @triton.jit
 def _solve(
-    factors, x, base, g, gate, solving, there, norm_weight, norm_bias, width, nothing, NORM_EPSILON: tl.constexpr,
+    factors, x, base, g, gate, solving, present, there, norm_weight, norm_bias, width, NORM_EPSILON: tl.constexpr,
     mixer: tl.constexpr, settings: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Iterate y = norm(gate (base + g mixed)), mixed = Q (x - y) + y, from 0; rows stop one by one."""
-    y, mixed = tl.zeros_like(x), tl.zeros_like(x)
+    y, mixed = tl.zeros_like(base), tl.zeros_like(base)
     residual = tl.sum(y, 1)
     best, step, stalled = residual + float("inf"), residual + settings.damping, tl.zeros_like(solving).to(tl.int32)
     iterations, status = stalled + 1, stalled + _CONVERGED
@@ -226,7 +254,8 @@ def _solve(
     left = tl.sum(going.to(tl.int32), 0)
     while left > 0:
         iteration += 1
-        mixed = apply(factors + iteration * nothing, x - y, mixer) + y
+        x_t = tl.load(x, present, other=0).to(y.dtype)
+        mixed = apply(factors, x_t - y, mixer) + y
         f = base + g * mixed
         if GATED:
             f = gate * f
@@ -256,13 +285,13 @@ def _solve(
     return y, mixed, iterations, residual, status
 
 
-@triton.jit(do_not_specialize=["nothing"])
+@triton.jit(do_not_specialize=["batch", "length"])
 def _sweep(
     from_x, weight, x, A, D, norm_weight, norm_bias, carried, mask, H, value, iterations, residual, status,
-    p, factors, s, vector, batch, length, width, N, count, steps, rates, factor_room, nothing,
+    p, factors, s, vector, batch, length, width, N, count, steps, rates, factor_room,
     mixer: tl.constexpr, settings: tl.constexpr, NORM_EPSILON: tl.constexpr, ROWS: tl.constexpr, STATES: tl.constexpr,
-    BLOCK: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, STATES)
@@ -272,75 +301,64 @@ def _sweep(
     present = exists[:, None] & real[None, :]
     state_present = present[:, :, None] & (n < N)[None, None, :]
     in_state = (channel[:, None] * N + n[None, :])[None, :, :]
-    first_s = s + sequence[:, None] * width + channel[None, :]
-    tl.store(first_s, tl.load(carried + sequence[:, None] * width + channel[None, :], present, other=0), present)
+    in_row = sequence[:, None] * width + channel[None, :]
+    tl.store(s + in_row, tl.load(carried + in_row, present, other=0), present)
     if BLOCK is None:
         state = tl.load(H + sequence[:, None, None] * width * N + in_state, state_present, other=0)
     tl.debug_barrier()
 
-    for t in range(length):
-        again = t * nothing
-        sequence = program * ROWS + again + tl.arange(0, ROWS)
-        exists = sequence < batch
-        present = exists[:, None] & real[None, :]
-        p_t = p + sequence[:, None] * count
-        s_t = s + sequence[:, None] * width
-        factors_t = factors + sequence[:, None] * factor_room
+    for t in tl.range(length, disable_licm=True):
         at = sequence * length + t
         solving = exists
         if mask is not None:
             solving = exists & (tl.load(mask + at, exists, other=0) != 0)
-        x_row = from_x + at[:, None] * count
-        add_from_s(x_row, s_t, weight, p_t, exists[:, None], count, width, mixer, COLUMNS, DEPTH, PRECISION)
+        p_t, factors_t = p + sequence[:, None] * count, factors + sequence[:, None] * factor_room
+        x_t, s_t = from_x + at[:, None] * count, s + sequence[:, None] * width
+        add_from_s(x_t, s_t, weight, p_t, exists[:, None], count, width, mixer, COLUMNS, DEPTH, PRECISION)
         tl.debug_barrier()
         make_factors(p_t, factors_t, mixer)
         tl.debug_barrier()
         b = _unit(p_t, mixer.coefficients, n, N, solving)
         c = _unit(p_t, mixer.coefficients + N, n, N, solving)
         delta = _step(p_t, channel, real, solving, steps, width, N, mixer)
-        skip = tl.load(D + again + channel, real, other=0).to(COMPUTE)
+        skip = tl.load(D + channel, real, other=0).to(COMPUTE)
         g = tl.sum(b * c, 1)[:, None] * delta + skip[None, :]
-        x_t = tl.load(x + at[:, None] * width + channel[None, :], present, other=0).to(COMPUTE)
-        gate = x_t
+        gate = g
         if GATED:
             z = tl.load(p_t + mixer.coefficients + 2 * N + steps + channel[None, :], real[None, :], other=0)
             gate = silu(z)
-        vector_t = vector
         if BLOCK is None:
-            state = _decay(delta, A + again, channel, real, n, N, rates) * state
+            state = _decay(delta, A, channel, real, n, N, rates) * state
             base = tl.sum(state * c[:, None, :], 2)
         else:
-            vector_t = vector + sequence[:, None] * width
             _walk_states(
-                H, A, p_t, vector_t, c, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES,
-                False,
+                H, A, p_t, vector, c, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES, False
             )  # fmt: skip
             tl.debug_barrier()
-            base = tl.load(vector_t + channel[None, :], present, other=0)
+            base = tl.load(vector + in_row, present, other=0)
         scale, shift = norm_weight, norm_bias
         if norm_weight is not None:
-            scale = tl.load(norm_weight + again + channel, real, other=0).to(COMPUTE)
+            scale = tl.load(norm_weight + channel, real, other=0).to(COMPUTE)
         if norm_bias is not None:
-            shift = tl.load(norm_bias + again + channel, real, other=0).to(COMPUTE)
+            shift = tl.load(norm_bias + channel, real, other=0).to(COMPUTE)
+        in_token = at[:, None] * width + channel[None, :]
         y, mixed, done, left, code = _solve(
-            factors_t, x_t, base, g, gate, solving, real, scale, shift, width, nothing, NORM_EPSILON, mixer, settings, GATED
+            factors_t, x + in_token, base, g, gate, solving, present, real, scale, shift, width, NORM_EPSILON,
+            mixer, settings, GATED,
         )  # fmt: skip
-        delta = _step(p_t, channel, real, solving, steps, width, N, mixer)
+        delta = _step(p_t, channel, real, solving, steps, width, N, mixer)  # again: registers were short meanwhile
         write = tl.where(solving[:, None], delta * mixed, 0)
         if BLOCK is None:
-            b = _unit(p_t, mixer.coefficients, n, N, solving)
             state += write[:, :, None] * b[:, None, :]
         else:
             tl.debug_barrier()
-            tl.store(vector_t + channel[None, :], write, present)
+            tl.store(vector + in_row, write, present)
             tl.debug_barrier()
-            b = _unit(p_t, mixer.coefficients, n, N, solving)
             _walk_states(
-                H, A, p_t, vector_t, b, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES,
-                True,
+                H, A, p_t, vector, b, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES, True
             )  # fmt: skip
-        tl.store(value + at[:, None] * width + channel[None, :], y, present)
-        tl.store(s_t + channel[None, :], y, present)
+        tl.store(value + in_token, y, present)
+        tl.store(s + in_row, y, present)
         tl.store(iterations + at, done, exists)
         tl.store(residual + at, left, exists)
         tl.store(status + at, code, exists)

@@ -9,9 +9,9 @@ the caller has a barrier. The factors of a token, in numbers:
     householder, dplr   u (rank, lanes), a (rank)
     kronecker           K1^T (lanes1, lanes1), K2^T (lanes2, lanes2), with zeros for padding, and scratch (2, lanes)
 
-Products with weights are made of three of tf32 where these are float32, else in their type of 16 bits; sums are float32.
-Those of factors are sums of outer products, a row and a column from memory at a time: Triton would give each of a few
-matrices to one warp, whose registers it overflows. All is float64 where the program computes in it.
+Products with weights are made of three of tf32 where these are float32, else in their type of 16 bits, with sums in
+float32. Those of factors are sums of outer products, a row and a column from memory at a time: Triton would give each
+of a few matrices to one warp, whose registers it overflows. All is float64 where the program computes in it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ _EPSILON = tl.constexpr(EPSILON)
 _TINY = tl.constexpr(1e-15)
 """As in `fpexp.channel_mixers.kronecker`."""
 
-_LARGEST_FACTOR = 128
-"""Rows of a Kronecker factor at most: its numbers are in registers while it is made."""
-
 STAGES = tl.constexpr(5)
+"""Of the pipeline of weights: one block less is on its way while one is multiplied."""
+
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter multiplies the bits of bfloat16 numbers, as if they were integers."""
 
@@ -91,9 +90,9 @@ class Mixer:
         return self.size * self.lanes + self.size
 
     @property
-    def fits(self) -> bool:
-        """Whether a program can hold a factor."""
-        return self.kind != _KINDS["kronecker"] or self.lanes2 <= _LARGEST_FACTOR
+    def largest(self) -> int:
+        """How many numbers the largest tile of a token is: a vector, or a Kronecker factor while it is made."""
+        return max(self.lanes, self.lanes2**2) if self.kind == _KINDS["kronecker"] else self.lanes
 
 
 def precision(compute: torch.dtype) -> str:
@@ -238,10 +237,7 @@ def kronecker_factor(p, scratch, n: tl.constexpr, LANES: tl.constexpr, mixer: tl
     tl.debug_barrier()
     gram = outer_products(scratch, scratch, n, LANES, LANES)
     tl.debug_barrier()
-    if mixer.by_rows:
-        gram = l2norm(gram)
-    else:
-        gram = gram * (1 / (largest_eigenvalue(gram, mixer) + _EPSILON))
+    gram = l2norm(gram) if mixer.by_rows else gram * (1 / (largest_eigenvalue(gram, mixer) + _EPSILON))
     diagonal = tl.load(p[:, :, None] + i[None, :, :], (i < n)[None, :, :], other=0)
     return sigmoid(diagonal) * gram
 
@@ -267,16 +263,12 @@ def largest_eigenvalue(gram, mixer: tl.constexpr):
     diagonal = tl.sum(tl.where(i == j, gram, 0), 1)
     start = tl.argmax(diagonal, 1)
     v = unit(tl.sum(tl.where(i == start[:, None, None], gram, 0), 1, keep_dims=True), 2)
+    if mixer.power_iterations % 2 == 1:
+        v = unit(tl.trans(tl.sum(gram * v, 2, keep_dims=True), (0, 2, 1)), 2)
     for _ in range(mixer.power_iterations // 2):
         w = unit(tl.sum(gram * v, 2, keep_dims=True), 1)
         v = unit(tl.sum(gram * w, 1, keep_dims=True), 2)
-    w = tl.sum(gram * v, 2, keep_dims=True)
-    if mixer.power_iterations % 2 == 0:
-        return tl.sum(w * tl.trans(v, (0, 2, 1)), 1, keep_dims=True)
-    else:
-        w = unit(w, 1)
-        v = tl.sum(gram * w, 1, keep_dims=True)
-        return tl.sum(v * tl.trans(w, (0, 2, 1)), 2, keep_dims=True)
+    return tl.sum(tl.sum(gram * v, 2, keep_dims=True) * tl.trans(v, (0, 2, 1)), 1, keep_dims=True)
 
 
 @triton.jit
