@@ -76,11 +76,7 @@ def test_unknown_backends_name_those_there_are(requested: str) -> None:
 
 def test_triton_is_chosen_on_a_gpu() -> None:
     pytest.importorskip("triton")
-<<<<<<< HEAD
-    for op in ("diagonal_scan", "selective_scan", "ssd", "delta_rule"):
-=======
     for op in ("diagonal_scan", "selective_scan", "delta_rule", "ssd"):
->>>>>>> work-sweep
         assert backend.choose(op, CUDA) == backend.choose(op, CUDA, "triton") == "triton"
 
 
