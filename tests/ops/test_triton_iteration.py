@@ -56,7 +56,7 @@ def assert_same(
     return found
 
 
-def problem_of(layer: FPMambaLayer, batch: int = 3, length: int = 4, **arguments: Any) -> FPMambaProblem:
+def problem_of(layer: FPMambaLayer, batch: int = 3, length: int = 3, **arguments: Any) -> FPMambaProblem:
     layer = layer.to(DEVICE)
     parameter = next(layer.parameters())
     with torch.no_grad():
@@ -79,14 +79,14 @@ def test_one_dependence_and_none(dependence: str | None) -> None:
     """The columns of what s contributes to stand elsewhere each time."""
     names = [field.name for field in dataclasses.fields(Dependence)]
     switches = Dependence(**{name: name == dependence for name in names})
-    assert_same(problem_of(layer_of("DPLR2", dependence=switches, gate="inside", norm="none"), length=3), cap=3)
+    assert_same(problem_of(layer_of("DPLR2", dependence=switches, gate="inside", norm="none")), cap=3)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths(length: int) -> None:
     """Sequences begin and end inside tiles of tokens, and go on from one to the next."""
     layer = layer_of(Kronecker(4, a_max=0.5, normalise="spectral"), state_size=2)
-    assert_same(problem_of(layer, batch=3 if length < 63 else 1, length=length), cap=Cap(2, stop_early=False))
+    assert_same(problem_of(layer, batch=2 if length < 63 else 1, length=length), cap=Cap(2, stop_early=False))
 
 
 @pytest.mark.parametrize(
@@ -102,12 +102,12 @@ def test_lengths(length: int) -> None:
 )
 def test_widths(mixer: ChannelMixer) -> None:
     """Of one channel, of factors that are no powers of 2, and of more than one block of channels."""
-    problem = problem_of(layer_of(mixer, state_size=17, gate="inside"), batch=2, length=3)
+    problem = problem_of(layer_of(mixer, state_size=17, gate="inside"), batch=2)
     assert_same(problem, cap=Cap(3, stop_early=False), damping=0.7)
 
 
 def test_blocks_of_channels_wait_for_those_of_the_tile_before() -> None:
-    problem = problem_of(layer_of(Householder(300, rank=1, a_max=0.5), state_size=17), batch=1, length=37)
+    problem = problem_of(layer_of(Householder(300, rank=1, a_max=0.5), state_size=17), batch=1, length=34)
     assert_same(problem, cap=Cap(2, stop_early=False))
 
 
@@ -160,16 +160,16 @@ def mixed_batch() -> FPMambaProblem:
     layer = layer_of(Householder(6, rank=1, a_max=2.0), contracting=False, norm="none")
     with torch.no_grad():
         layer.D.fill_(0.8)
-    problem = problem_of(layer, batch=5, length=3)
+    problem = problem_of(layer, batch=5)
     from_x, x = problem.from_x.clone(), problem.x.clone()
     from_x[..., 6] += torch.tensor([0.0, -9, -2, -1, 9], dtype=torch.float64, device=DEVICE)[:, None]
     x[0] = 0
     return dataclasses.replace(problem, from_x=from_x, x=x)
 
 
-@pytest.mark.parametrize("quantile", [0.0, 0.2, 0.6, 0.8])
+@pytest.mark.parametrize("quantile", [0.0, 0.2, 0.8])
 def test_a_batch_stops_together_in_training(quantile: float) -> None:
-    found = assert_same(mixed_batch(), 12, True, tolerance=1e-3, outlier_quantile=quantile)
+    found = assert_same(mixed_batch(), 8, True, tolerance=1e-3, outlier_quantile=quantile)
     assert found.iterations.unique().numel() == 1
 
 
@@ -204,14 +204,14 @@ def test_a_cap(cap: int) -> None:
 def test_damping_with_patience(damping: float, training: bool) -> None:
     """A map that does not contract stalls: delta decays, for each sequence in its own iterations."""
     settings = {"damping": damping, "damping_decay": 0.6, "patience": 2, "tolerance": 1e-3, "outlier_quantile": 0.0}
-    problem = problem_of(layer_of("H2", contracting=False), length=3)
-    found = assert_same(problem, 9, training, rtol=1e-7, **settings)
-    without = solve(problem, "triton", 9, training, **{**settings, "damping_decay": 1.0})
+    problem = problem_of(layer_of("H2", contracting=False))
+    found = assert_same(problem, 7, training, rtol=1e-7, **settings)
+    without = solve(problem, "reference", 7, training, **{**settings, "damping_decay": 1.0})
     assert not torch.equal(found.value, without.value)
 
 
 def test_absolute_tolerance() -> None:
-    problem = problem_of(layer_of("H1", norm="none"), length=3)
+    problem = problem_of(layer_of("H1", norm="none"))
     relative = assert_same(problem)
     assert not torch.equal(relative.residual, assert_same(problem, tolerance_kind="absolute").residual)
 
@@ -220,7 +220,7 @@ def test_absolute_tolerance() -> None:
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 def test_non_finite_maps(number: float, training: bool) -> None:
     """CASES.md 1: never converged; in evaluation the neighbours go on as if nothing had been."""
-    problem = problem_of(layer_of("H2"), length=3)
+    problem = problem_of(layer_of("H2"))
     x = problem.x.clone()
     x[1, 2] = number
     found = assert_same(dataclasses.replace(problem, x=x), training=training)
@@ -270,7 +270,8 @@ def test_the_host_looks_once_in_several_iterations(monkeypatch: pytest.MonkeyPat
         watch(name)
     found = solve(problem, "triton", 9, False, tolerance=1e-12, damping=0.5)
     assert (len(launched), looks) == (9, ["item", "item"])
-    launched.clear(), looks.clear()
+    launched.clear()
+    looks.clear()
     solve(problem, "triton", Cap(6, stop_early=False), True)
     assert (len(launched), looks) == (6, [])
     assert found.iterations.max() == 9
@@ -303,6 +304,12 @@ def test_what_is_not_to_be_had_is_refused() -> None:
     with pytest.raises(UserError, match=r"solver\.backend=triton: no fused iteration.*use solver\.backend=auto"):
         solve(problem, "triton", 3, False)
     assert_close(solve(problem, "auto", 3, False).value, solve(problem, "reference", 3, False).value)
+
+
+def test_a_factor_that_no_program_holds_is_left_to_torch() -> None:
+    problem = problem_of(layer_of(Kronecker(2 * 131, a_max=0.5, normalise="rows"), state_size=1), batch=1, length=1)
+    with pytest.raises(UserError, match="no fused iteration"):
+        solve(problem, "triton", 1, False)
 
 
 def test_without_a_gpu_triton_is_refused_and_auto_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:

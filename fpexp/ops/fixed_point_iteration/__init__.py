@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from fpexp.ops.backend import choose, say_once
+from fpexp.ops.backend import choose, load, say_once
 from fpexp.ops.fixed_point_sweep import SweepTerms
 from fpexp.ops.mixers import MixerForm
 
@@ -51,12 +51,13 @@ def iterate(
 
     UserError for a `backend` that is not to be had.
     """
-    if choose("fixed_point_iteration", terms.x.device, backend) != "triton":
+    if choose("fixed_point_iteration", terms.x.device, backend) == "reference":
         return None
     if form is None:
         say_once("this layer has no fused iteration: it is iterated in plain torch")
         return None
     terms.columns.check(terms.from_x, terms.weight, terms.x, terms.H.shape[-1])
-    from fpexp.ops.fixed_point_iteration import triton
-
-    return triton.iterate(terms, form, settings)
+    found: IterationResult | None = load("fixed_point_iteration", terms.x.device, backend).iterate(
+        terms, form, settings
+    )
+    return found

@@ -53,6 +53,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fpexp.ops.backend import say_once
 from fpexp.ops.fixed_point_iteration import IterationResult, IterationSettings
 from fpexp.ops.fixed_point_sweep import SweepTerms
 from fpexp.ops.launch.triton import COMPUTE, Launch
@@ -92,6 +93,9 @@ Each stage is a function of its own to the compiler, which else lets all of them
 these would spill (products of float32 weights and large factors do), a program has as many as it wants, and the
 multiprocessor for itself.
 """
+
+_LANES = 8192
+"""Of a token's channels at most: 32 a thread, of several vectors."""
 
 _LARGE = 1024
 """Numbers of a Kronecker factor that spill."""
@@ -173,8 +177,15 @@ class Plan:
 
 
 @torch.no_grad()
-def iterate(terms: SweepTerms, form: MixerForm, settings: IterationSettings) -> IterationResult:
-    """See `fpexp.ops.fixed_point_iteration`. float32 and float64; other types are computed in float32."""
+def iterate(terms: SweepTerms, form: MixerForm, settings: IterationSettings) -> IterationResult | None:
+    """See `fpexp.ops.fixed_point_iteration`. float32 and float64; other types are computed in float32.
+
+    None, and said once, where a program could not hold a token's channels or a factor of its mixer.
+    """
+    mixer = Mixer.of(form, terms.columns, terms.x.shape[2])
+    if not mixer.fits or mixer.lanes > _LANES:
+        say_once(f"backend=triton has no iteration for {form} at an inner width of {terms.x.shape[2]}: it is in torch")
+        return None
     launch, result, stopped = prepare(terms, form, settings)
     for launched in range(1, settings.max_iterations + 1):
         launch.run()
