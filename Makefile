@@ -32,9 +32,8 @@ format: $(STAMP) ## mend formatting and what the linter can mend
 demo: $(STAMP) ## train FP-Mamba on A5 and show its length-generalisation curve
 	@$(VENV)/bin/fpexp train experiment=demo_a5
 
-reproduce: $(STAMP) ## the runs of results/reference: A4, and the preset on A5
-	@$(VENV)/bin/fpexp train -m experiment=reference_a4
-	@$(VENV)/bin/fpexp train -m experiment=reference_a5
+reproduce: $(STAMP) ## run the experiments of results/reference, or what of them is not done; REPRODUCE_ARGS is handed on
+	@PATH="$(abspath $(VENV))/bin:$$PATH" scripts/reproduce.sh $(REPRODUCE_ARGS)
 
 bench: $(STAMP) ## time this machine against its baselines; BENCH_ARGS is handed on
 	@$(VENV)/bin/python -m pip install -q -e '.[bench]'

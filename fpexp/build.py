@@ -50,7 +50,7 @@ def settle(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     if config.solver.resolve() is Auto:
         capped = bool(getattr(config.schedule.resolve(), "caps_training", False))
         name, reason = Auto.choose(config.device, capped, functools.partial(_longest_solve, config))
-        if _uses_solver(config.model):
+        if uses_solver(config.model):
             notes.append(f"solver=auto: {name} ({reason})")
         config = config.replace(solver=config.solver.settings[name])
     training = config.training
@@ -87,7 +87,7 @@ def check(config: RunConfig, processes: int = 1) -> Experiment:
     _expect(schedule, "training_cap", config.schedule)
     _expect(solver, "solve", config.solver)
     _expect(gradient, "attach", config.gradient)
-    if schedule.caps_training and not solver.whole_sequence and _uses_solver(config.model):
+    if schedule.caps_training and not solver.whole_sequence and uses_solver(config.model):
         raise UserError(
             f"schedule={config.choices.schedule} caps whole-sequence iterations, which the sequential solver does not "
             "make; use solver=picard, or schedule=converge"
@@ -171,7 +171,8 @@ def _longest_solve(config: RunConfig) -> tuple[int, int]:
     return length, schedule.training_cap(length, torch.Generator()).max_iterations
 
 
-def _uses_solver(model: Component) -> bool:
+def uses_solver(model: Component) -> bool:
+    """Tell whether a model solves fixed points, so that solver, schedule and gradient mean something to it."""
     return "solver" in _given_by_builder(model.resolve())
 
 

@@ -11,7 +11,8 @@ from fpexp.errors import EndedElsewhere, FpexpError, Interrupted, UserError
 
 COMMANDS = {
     "train": "train a run, resume one, or sweep with -m",
-    "evaluate": "measure a recorded run at other lengths",
+    "sweep": "which jobs of a sweep are done, and what makes the others",
+    "evaluate": "measure a recorded run once more: other lengths, another solver, caps on its iterations",
     "generate": "what a recorded run makes of a prompt, token by token",
     "runs": "list recorded runs",
     "data": "prepare a text corpus as token files",

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Copies finished runs, without their checkpoints, to results/reference/runs: scripts/record_reference.sh <run folder>...
+# Copies finished runs, and what was measured of them later, without their checkpoints to results/reference/runs:
+# scripts/record_reference.sh <run folder>...
 set -eu
 reference=$(dirname "$0")/../results/reference/runs
 for run in "$@"; do
@@ -12,5 +13,10 @@ for run in "$@"; do
         sed -e 's/ results_dir=[^ "]*//' -e 's/^results_dir: .*/results_dir: results/' \
             -e 's#^\( *files: \)/.*/#\1<folder>/#' -e 's#\(task.files=\)/[^ "]*/#\1<folder>/#' \
             "$run/$file" > "$target/$file"
+    done
+    for settings in "$run"/evaluations/*/settings.json; do
+        [ -e "$settings" ] || continue
+        mkdir -p "$target/evaluations"
+        cp -R "$(dirname "$settings")" "$target/evaluations/"
     done
 done

@@ -42,6 +42,11 @@ BENCHMARKS = {
         "time of the sequential solver as the length doubles",
         "run=<run id or folder> lengths=[16,32,...,1024] batch_size=16 tolerance=0.1",
     ),
+    "complexity": Entry(
+        "fpexp.bench.complexity",
+        "time and memory of Mamba and FP-Mamba by length, forward and backward (table 2)",
+        "scale=cpu lengths=[32,64,128,256,512] batch_size=8 memory=true",
+    ),
     "selective_scan": Entry(
         "fpexp.bench.selective_scan",
         "the scan, forward and backward, against published packages",

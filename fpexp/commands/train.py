@@ -44,9 +44,9 @@ def _run(arguments: list[str], world: World) -> int:
 def _sweep(words: list[str], world: World) -> int:
     if not world.is_alone:
         world.together(_refuse_sweep)
-    from fpexp.commands import sweep
+    from fpexp.commands import multirun
 
-    return sweep.run(words)
+    return multirun.run(words)
 
 
 def _refuse_sweep() -> None:

@@ -16,8 +16,12 @@ usage: fpexp train [-m] [group=choice ...] [key=value ...]
 
 Trains one run and measures its length-generalisation curve. Everything goes to <results_dir>/runs/<run id>.
 With -m, comma-separated values make one run each: fpexp train -m task=a4 model=fp_mamba_k,lstm seed=0,1
-(sweep.fail_fast=true stops at the first failure; what an earlier sweep has finished is not run again.
-On a cluster: hydra/launcher=submitit_slurm, with pip install 'fpexp[slurm]'; see scripts/slurm.)
+An experiment may bring a grid of its own (sweep.grid): fpexp train -m experiment=fig4_state_tracking seed=0,1,2.
+There a group that you name, such as model=lstm, chooses among the rows; any other key takes the place of theirs.
+A job that fails does not stop the others (sweep.fail_fast=true does); its folder under <results_dir>/sweeps says why.
+What an earlier sweep has finished, or what is recorded under sweep.recorded, is not run again (sweep.rerun=true).
+Several at once: hydra/launcher=joblib hydra.launcher.n_jobs=2, with a share of the CPUs each (threads=0) or threads=1.
+On a cluster: hydra/launcher=submitit_slurm, with pip install 'fpexp[slurm]'; see scripts/slurm.
 Under torchrun each process takes its share of training.batch_size, and any number of them may resume the run. They
 give the losses of one process, but for dropout and for solvers that stop by a share of the batch, which is each's own.
 
@@ -29,12 +33,24 @@ keys, with their defaults (??? is set by the scale):
 The keys of a task, model, solver, schedule or gradient stand in its file, with reasons: {conf}/<group>/<choice>.yaml
 `fpexp train task=<task> model=<model> --help` prints every key of that run with its value."""
 
+SWEEP = """\
+usage: fpexp sweep status experiment=<name> [group=choice,... ...] [key=value,... ...]
+
+Lists the jobs that fpexp train -m would have with these words, and of each whether it is finished, recorded (finished,
+under sweep.recorded), running, interrupted, lost (its process is gone), failed (with the reason) or missing; "not
+measured" where the experiment has something measured after training that is still to be done. Then the commands that
+make what is not done. Reads files only; the exit code is 0 whatever they say."""
+
 EVALUATE = """\
 usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=<n>] [batch_size=<n>]
+                      [solver=picard|anderson|lagged|sequential] [max_iterations=[1,2,4,8]] [against=sequential]
                       [checkpoint=newest|best] [device=cpu] [results_dir=results]
 
-Measures a recorded run's checkpoint at other lengths, prints the rows and keeps them with a picture under the
-run's evaluations/ folder. What is not named is as in the run's config. Where all lengths are read off one pass, as on
+Measures a recorded run's checkpoint once more, prints the rows and keeps them under the run's evaluations/ folder, with
+what was asked for in settings.json: curve.jsonl with a picture; iterations.jsonl, where max_iterations= names caps on
+whole-sequence iterations; agreement.jsonl, where against= names a second solver: how far its fixed points are from
+those of solver=, relative to their size, and whether the model answers alike. Another solver has the tolerance of the
+run's own. What is not named is as in the run's config. Where all lengths are read off one pass, as on
 word problems, the sequences are drawn at the longest of them, so another longest length means other sequences."""
 
 GENERATE = """\
@@ -92,7 +108,15 @@ usage: fpexp doctor [results_dir=results]
 Shows versions, devices, the backend that each op would use and free disk. Exit code 1, with the mend, when something
 is missing."""
 
-TEXTS = {"evaluate": EVALUATE, "generate": GENERATE, "runs": RUNS, "data": DATA, "list": LIST, "doctor": DOCTOR}
+TEXTS = {
+    "sweep": SWEEP,
+    "evaluate": EVALUATE,
+    "generate": GENERATE,
+    "runs": RUNS,
+    "data": DATA,
+    "list": LIST,
+    "doctor": DOCTOR,
+}
 
 
 def describe(command: str, words: Sequence[str] = ()) -> str:

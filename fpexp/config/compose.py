@@ -3,41 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fpexp.config.catalogue import GROUPS, check_choice, choices, conf_dir
-from fpexp.config.quoting import is_override, quoted, shell_word
+from fpexp.config.grid import grid_jobs
 from fpexp.config.run import RunConfig
 from fpexp.config.schema import did_you_mean
+from fpexp.config.words import parse_overrides, product, values
 from fpexp.errors import UserError
 
 CONFIG_NAME = "config"
-WITHIN_CONF = {"of_model": "solver", "of_task": "model"}
+WITHIN_CONF = {"of_model": "solver", "of_task": "model", "budget": "training"}
 """What conf/ has files decide for others, which refer to it, and for which; gone once they have their values."""
-
-
-def parse_overrides(arguments: Sequence[str]) -> list[Override]:
-    """Parse `key=value` words by Hydra's grammar; a `UserError` quotes the word that is not one."""
-    overrides = []
-    for argument in arguments:
-        if "=" not in argument and not argument.startswith("~"):
-            raise UserError(f"'{argument}' is not an override; write <key>=<value>, such as task=a5")
-        try:
-            overrides += OverridesParser.create().parse_overrides([argument])
-        except OverrideParseException as error:
-            raise UserError(_unread(argument, error)) from error
-    return overrides
+OF_A_SWEEP = ("grid", "evaluate")
+"""What `sweep` says of all jobs together; it is no part of one."""
 
 
 def compose(arguments: Sequence[str]) -> RunConfig:
@@ -46,42 +34,71 @@ def compose(arguments: Sequence[str]) -> RunConfig:
     for override in overrides:
         if override.is_sweep_override():
             raise UserError(f"'{override.input_line}' names several values; add -m to run each of them")
-    return _compose(overrides)[0]
+    return _compose(overrides)
 
 
 def compose_jobs(arguments: Sequence[str]) -> list[RunConfig]:
-    """Compose and check every job of a multirun, in the order in which Hydra runs them."""
-    overrides = parse_overrides(with_own_sweep(arguments))
-    alternatives = [
-        [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-        if override.is_sweep_override()
-        else [str(override.input_line)]
-        for override in overrides
-    ]
-    return [_compose(parse_overrides(words))[0] for words in itertools.product(*alternatives)]
+    """Compose and check every job of a multirun, in the order in which they are run."""
+    return [compose(words) for words in expand(arguments)]
 
 
-def with_own_sweep(arguments: Sequence[str]) -> list[str]:
-    """Return the words with what the experiment sweeps over by itself in front, unless they set the same keys."""
+def expand(arguments: Sequence[str]) -> list[list[str]]:
+    """Return the words of every job of a multirun, as a single run takes them.
+
+    They are the product of what the command line names, or else the experiment in hydra.sweeper.params, times the rows
+    of the experiment's sweep.grid.
+    """
     overrides = parse_overrides(arguments)
-    plain = [override for override in overrides if not override.is_sweep_override()]
-    swept = [override for override in overrides if override.is_sweep_override()]
-    _, hydra = _compose([*plain, *_first_values(swept)])
+    for override in overrides:
+        if override.is_sweep_override() and override.is_hydra_override():
+            raise UserError(f"'{override.input_line}': what is Hydra's own takes one value")
+    config, _ = _compose_raw([*(o for o in overrides if not o.is_sweep_override()), *_first_values(overrides)])
     given = {str(override.key_or_group) for override in overrides}
-    own = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items() if key not in given]
-    return [*own, *arguments]
+    own = [f"{key}={value}" for key, value in (config.hydra.sweeper.params or {}).items() if key not in given]
+    jobs = product(parse_overrides([*own, *arguments]))
+    several = any(o.is_sweep_override() and o.key_or_group == "experiment" for o in overrides)
+    if _grid(config) is None and not several:
+        return jobs
+    return [[*words, *row] for words in jobs for row in _rows(words)]
+
+
+def _rows(words: Sequence[str]) -> list[list[str]]:
+    grid = _grid(_compose_raw(parse_overrides(words))[0])
+    return [[]] if grid is None else grid_jobs(grid, words)
+
+
+def _grid(config: DictConfig) -> Any:
+    """Return sweep.grid as plain data; None where there is none."""
+    sweep = config.get("sweep")
+    if not isinstance(sweep, DictConfig) or sweep.get("grid") is None:
+        return None
+    try:
+        return OmegaConf.to_container(sweep, resolve=True)["grid"]  # type: ignore[call-overload,index]
+    except OmegaConfBaseException as error:
+        raise UserError(_first_line(error)) from error
+
+
+def measured_afterwards(words: Sequence[str]) -> Any:
+    """Return a job's sweep.evaluate as plain data: what its experiment has measured of every finished run."""
+    sweep = _compose_raw(parse_overrides(words))[0].sweep
+    return OmegaConf.to_container(sweep, resolve=True).get("evaluate")  # type: ignore[union-attr]
 
 
 def permissive(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a whole sweep for Hydra's multirun, with plain values forced in as `compose` does."""
-    return [*(_force(override) for override in parse_overrides(arguments)), "hydra.sweeper.params=null"]
+    """Return the words of one job for Hydra's launchers, with plain values forced in as `compose` does."""
+    return [_force(override) for override in parse_overrides(arguments)]
 
 
 def _first_values(overrides: Iterable[Override]) -> list[Override]:
-    return parse_overrides([f"{o.get_key_element()}={next(iter(o.sweep_string_iterator()))}" for o in overrides])
+    return parse_overrides([values(override)[0] for override in overrides if override.is_sweep_override()])
 
 
-def _compose(overrides: Sequence[Override]) -> tuple[RunConfig, DictConfig]:
+def _compose(overrides: Sequence[Override]) -> RunConfig:
+    return from_hydra(*_compose_raw(overrides))
+
+
+def _compose_raw(overrides: Sequence[Override]) -> tuple[DictConfig, dict[str, Any]]:
+    """Return what Hydra makes of the overrides, unchecked, and its choices, group -> file."""
     elsewhere = any(override.key_or_group == "hydra.searchpath" for override in overrides)
     for override in overrides:
         if not elsewhere:
@@ -96,7 +113,7 @@ def _compose(overrides: Sequence[Override]) -> tuple[RunConfig, DictConfig]:
         raise UserError(_missing(error)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_first_line(error)) from error
-    return from_hydra(config, dict(selected)), config.hydra  # type: ignore[arg-type]
+    return config, dict(selected)  # type: ignore[arg-type]
 
 
 def from_hydra(config: DictConfig, selected: dict[str, Any]) -> RunConfig:
@@ -108,6 +125,9 @@ def from_hydra(config: DictConfig, selected: dict[str, Any]) -> RunConfig:
         raise UserError(_first_line(error)) from error
     for name in WITHIN_CONF:
         raw.pop(name, None)  # type: ignore[union-attr,call-arg,arg-type]
+    for name in OF_A_SWEEP:
+        if isinstance(raw.get("sweep"), dict):  # type: ignore[union-attr]
+            raw["sweep"].pop(name, None)  # type: ignore[index,call-overload,union-attr]
     raw["choices"] = {group: selected.get(group) for group in GROUPS}  # type: ignore[index,call-overload]
     return RunConfig.parse(raw)  # type: ignore[arg-type]
 
@@ -147,19 +167,11 @@ def _check_top_level(override: Override) -> None:
         raise UserError(f"unknown key '{key}'{near}")
 
 
-def _unread(argument: str, error: OverrideParseException) -> str:
-    """Say what the grammar does not take, and how to write the value as it is."""
-    key, _, value = argument.partition("=")
-    word = f"{key}={quoted(value)}"
-    example = f": {shell_word(word)}" if is_override(word) else ""
-    reason = str(error).splitlines()[0]
-    only_repeats = argument.splitlines()[0] in reason  # behind the name of an exception
-    return f"cannot read '{argument}'{'' if only_repeats else f': {reason}'}; quote special characters{example}"
-
-
 def _missing(error: MissingConfigException) -> str:
     options = error.options or []
     name = str(error.missing_cfg_file)
+    if name == "hydra/launcher/joblib":
+        return f"{name} needs Hydra's joblib launcher; install it with pip install hydra-joblib-launcher"
     if "submitit" in name:
         return f"{name} needs Hydra's submitit launcher; install it with pip install 'fpexp[slurm]'"
     return f"no config file '{name}'{did_you_mean(name.rpartition('/')[2], options)} ({', '.join(options)})"

@@ -30,7 +30,7 @@ def as_text(value: Any) -> str:
 def _loader() -> Any:
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml is ten times faster
         """YAML 1.1 asks for a point and a sign in 1.0e-3; YAML 1.2 and people do not."""
 
     Loader.add_implicit_resolver(

@@ -141,17 +141,22 @@ def test_a_run_of_an_earlier_version_is_not_run_again(cli: CommandLine) -> None:
 # CASES 33
 
 
+@pytest.mark.parametrize("live", [False, True])
 def test_jobs_fail_alone_and_are_run_again(
-    cli: CommandLine, outside: list[str], monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, outside: list[str], monkeypatch: pytest.MonkeyPatch, live: bool
 ) -> None:
+    for module in ("commands.multirun", "tracking.jobs"):
+        monkeypatch.setattr(f"fpexp.{module}.has_rich_terminal", lambda: live)
     words = ["train", "-m", *outside, "model.behaviour=fine,fail,exit,good"]
     answer = cli(*words)
     assert answer.code == 1
     assert "Traceback" not in answer.out + answer.err
     assert "2 of 4 jobs are done" in answer.out
-    assert [line.partition(": ")[0] for line in answer.err.splitlines()] == ["fpexp", "fpexp"]
-    assert "the trap has shut" in answer.err
     (sweep,) = sweeps()
+    told = "".join((sweep / str(n) / "log.txt").read_text() for n in range(4)) if live else answer.err
+    assert [line[:14] for line in told.splitlines() if "error" in line] == ["fpexp: error: "] * 2
+    assert "the trap has shut" in told
+    assert live is ("step 6/6" not in answer.out)
     first = jobs(sweep)
     assert {number: job["state"] for number, job in first.items()} == {
         0: "finished", 1: "failed", 2: "failed", 3: "finished"
@@ -251,12 +256,12 @@ def test_a_sweep_goes_on_with_an_interrupted_run(cli: CommandLine) -> None:
 def test_a_signal_in_a_job_stops_the_sweep(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
 ) -> None:
-    monkeypatch.setattr("fpexp.commands.sweep.trackers", lambda config: Recorder(at_step=stop_at(2, signum)))
+    monkeypatch.setattr("fpexp.commands.multirun.trackers", lambda config: Recorder(at_step=stop_at(2, signum)))
     answer = cli("train", "-m", "task=a4", "model=lstm", "seed=0,1", *TINY)
     assert answer.code == 128 + signum
     assert "0 of 2 jobs are done" in answer.out
     (sweep,) = sweeps()
-    assert {number: job["state"] for number, job in jobs(sweep).items()} == {0: "interrupted"}
+    assert {number: job["state"] for number, job in jobs(sweep).items()} == {0: "interrupted", 1: "not started"}
     assert [run.status()["state"] for run in cli.runs()] == ["interrupted"]
 
 
@@ -288,7 +293,9 @@ def test_ctrl_c_stops_the_sweep_and_the_same_command_goes_on(
     assert "Traceback" not in answer.out + answer.err
     assert "1 of 3 jobs are done" in answer.out
     (sweep,) = sweeps()
-    assert {number: job["state"] for number, job in jobs(sweep).items()} == {0: "finished", 1: "interrupted"}
+    assert {number: job["state"] for number, job in jobs(sweep).items()} == {
+        0: "finished", 1: "interrupted", 2: "not started"
+    }  # fmt: skip
     finished, waiting = cli.runs()
     assert (finished.status()["state"], waiting.status()["state"]) == ("finished", "interrupted")
 

@@ -85,14 +85,6 @@ def test_every_tracking_composes(tracking: str) -> None:
     assert compose([*BASE, f"tracking={tracking}"]).tracking.wandb == (tracking == "wandb")
 
 
-@pytest.mark.parametrize("experiment", choices("experiment"))
-def test_every_experiment_composes_and_builds_every_job(experiment: str) -> None:
-    jobs = compose_jobs([f"experiment={experiment}"])
-    for config in jobs:
-        check(config)
-    assert len(jobs) > 1 or experiment == "demo_a5"
-
-
 def test_demo_is_fp_mamba_against_the_lstm_and_can_be_changed() -> None:
     assert [job.choices.model for job in compose_jobs(["experiment=demo_a4"])] == ["fp_mamba_k", "lstm"]
     jobs = compose_jobs(["experiment=demo_a4", "model=fp_mamba_h", "seed=0,1,2"])

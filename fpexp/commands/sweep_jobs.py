@@ -1,0 +1,63 @@
+"""The jobs that the words of a sweep stand for, and what there is of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fpexp.config.compose import compose, expand, measured_afterwards
+from fpexp.config.run import RunConfig
+from fpexp.known_runs import KnownRuns
+from fpexp.measurement import Measurement, parse_measurements, unmeasured
+from fpexp.run_folder import RunFolder
+
+HYDRAS = ("hydra.", "hydra/")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep: the words that a single run takes, the config that they give, what is measured afterwards."""
+
+    words: list[str]
+    config: RunConfig
+    measurements: list[Measurement]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What there is of a job: the state and run of `KnownRuns`, and what is still to be measured of that run."""
+
+    state: str
+    run: RunFolder | None
+    wanting: list[Measurement]
+
+
+def find_jobs(words: Sequence[str]) -> list[Job]:
+    """Compose and check every job, in the order in which they are run."""
+    measurements: dict[str | None, list[Measurement]] = {}
+    jobs = []
+    for job in expand(words):
+        config = compose(job)
+        experiment = config.choices.experiment
+        if experiment not in measurements:
+            measurements[experiment] = parse_measurements(measured_afterwards(job), "sweep.evaluate")
+        jobs.append(Job(job, config, measurements[experiment]))
+    return jobs
+
+
+def look_up(jobs: Sequence[Job]) -> list[Standing]:
+    """Return what there is of each job, by this machine's settling of what is `auto`."""
+    from fpexp.build import settle
+
+    known_runs = KnownRuns(jobs[0].config.results_dir, jobs[0].config.sweep.recorded)
+    found = []
+    for job in jobs:
+        known = known_runs.of(settle(job.config)[0])
+        wanting = [] if known.run is None else unmeasured(job.measurements, known.run, job.config)
+        found.append(Standing(known.state, known.run, wanting))
+    return found
+
+
+def own_overrides(words: Sequence[str]) -> list[str]:
+    """Return the words of a run itself, without those that are Hydra's."""
+    return [word for word in words if not word.lstrip("+~").startswith(HYDRAS)]
