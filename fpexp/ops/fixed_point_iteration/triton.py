@@ -94,6 +94,9 @@ these would spill (products of float32 weights and large factors do), a program 
 multiprocessor for itself.
 """
 
+_LARGEST = 16384
+"""Numbers of a Kronecker factor at most."""
+
 _LANES = 8192
 """Of a token's channels at most: 32 a thread, of several vectors."""
 
@@ -183,7 +186,7 @@ def iterate(terms: SweepTerms, form: MixerForm, settings: IterationSettings) -> 
     None, and said once, where a program could not hold a token's channels or a factor of its mixer.
     """
     mixer = Mixer.of(form, terms.columns, terms.x.shape[2])
-    if not mixer.fits or mixer.lanes > _LANES:
+    if mixer.largest > _LARGEST or mixer.lanes > _LANES:
         say_once(f"backend=triton has no iteration for {form} at an inner width of {terms.x.shape[2]}: it is in torch")
         return None
     launch, result, stopped = prepare(terms, form, settings)
