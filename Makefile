@@ -4,10 +4,10 @@ VENV ?= .venv
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo reproduce bench clean distclean
+.PHONY: help setup test test-browser check format demo reproduce report bench clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make the virtual environment and install fpexp with its development tools
 
@@ -19,6 +19,11 @@ $(STAMP): pyproject.toml
 
 test: $(STAMP) ## run the tests; PYTEST_ARGS is handed on
 	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-browser: $(STAMP) ## try the report's page in a headless browser, fetched into $(VENV) where there is none
+	@$(VENV)/bin/python -m pip install -q -e '.[browser]'
+	@FPEXP_BROWSER="$${FPEXP_BROWSER:-$$($(VENV)/bin/python tests/browser/install.py $(VENV)/browser)}" \
+		$(VENV)/bin/python -m pytest tests/browser $(PYTEST_ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	@$(VENV)/bin/ruff check
@@ -34,6 +39,9 @@ demo: $(STAMP) ## train FP-Mamba on A5 and show its length-generalisation curve
 
 reproduce: $(STAMP) ## run the experiments of results/reference, or what of them is not done; REPRODUCE_ARGS is handed on
 	@PATH="$(abspath $(VENV))/bin:$$PATH" scripts/reproduce.sh $(REPRODUCE_ARGS)
+
+report: $(STAMP) ## tables, figures and a page of recorded runs, in results/report; REPORT_ARGS is handed on
+	@$(VENV)/bin/fpexp report $(REPORT_ARGS)
 
 bench: $(STAMP) ## time this machine against its baselines; BENCH_ARGS is handed on
 	@$(VENV)/bin/python -m pip install -q -e '.[bench]'

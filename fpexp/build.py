@@ -39,12 +39,17 @@ class Experiment:
 
 def settle(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """Replace every `auto` by what it means on this machine; return the config and what to tell the user."""
-    notes: list[str] = []
     if config.device == "auto":
         config = config.replace(device="cuda" if torch.cuda.is_available() else "cpu")
         if config.device == "cpu":
             notes.append("device=auto: cpu (no GPU here)")
     _check_device(config.device)
+    return settle_for_device(config)
+
+
+def settle_for_device(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
+    """Replace what is `auto` for the config's device, whether this machine has it or not."""
+    notes: list[str] = []
     if config.precision == "auto":
         config = config.replace(precision="float32" if config.device == "cpu" else "bfloat16")
     if config.solver.resolve() is Auto:

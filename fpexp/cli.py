@@ -15,6 +15,7 @@ COMMANDS = {
     "evaluate": "measure a recorded run once more: other lengths, another solver, caps on its iterations",
     "generate": "what a recorded run makes of a prompt, token by token",
     "runs": "list recorded runs",
+    "report": "tables, figures and a page of recorded runs, beside what the paper reports",
     "data": "prepare a text corpus as token files",
     "bench": "time this machine against named baselines",
     "list": "list tasks, models, solvers, schedules, gradients, scales, experiments",

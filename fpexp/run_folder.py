@@ -78,8 +78,8 @@ class RunFolder:
     def status(self) -> dict[str, Any]:
         """Return status.json; a run that says it is running while nobody holds its lock is `lost`."""
         try:
-            status: dict[str, Any] = json.loads((self.path / "status.json").read_text())
-        except (OSError, ValueError):
+            status: dict[str, Any] = dict(json.loads((self.path / "status.json").read_text()))
+        except (OSError, ValueError, TypeError):
             return {"state": "unknown"}
         if status.get("state") == "running" and not self._is_locked():
             status["state"] = "lost"

@@ -205,6 +205,7 @@ def run(code: str) -> None:
         ["bench", "--help"],
         ["bench", "--list"],
         ["data", "--help"],
+        ["report", "--help"],
     ],
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:

@@ -69,6 +69,21 @@ usage: fpexp runs [results_dir=results]
 Lists recorded runs: id, task, model, status, token accuracy at the training length and at four times it
 ("-" where its curve has no such length)."""
 
+REPORT = """\
+usage: fpexp report [experiment=<name>,...] [out=<folder>] [results_dir=results] [<key>=<value> ...]
+
+Makes tables (Markdown, CSV), figures (PNG, SVG) and one HTML page that needs nothing else, from what is recorded under
+<results_dir>: runs/ and reference/runs/, bench/ and reference/bench/, and, in a column of its own, what the paper
+reports (paper/). Of all experiments, unless some are named; `fpexp list experiments` lists them.
+
+A run belongs to an experiment by its config, whatever its seed, threads and id: means and sample standard deviations
+are over the seeds that are there. Of equal runs the newest finished one counts. What is missing is listed with the
+command that makes it, what failed or was interrupted as such; nothing is filled in.
+
+Further words are as for train and choose other runs of the same experiment: scale=gpu, seed=0,1,2. The folder,
+<results_dir>/report unless named, is replaced as a whole; the same records give the same bytes. How an experiment is
+reported stands in its own file, under `report`: {conf}/experiment/<name>.yaml"""
+
 BENCH = """\
 usage: fpexp bench [<name> ...] [threads=0] [repeats=15] [warmup=2] [budget=60] [results_dir=results]
                    [<key of a benchmark>=<value> ...]
@@ -123,6 +138,8 @@ def describe(command: str, words: Sequence[str] = ()) -> str:
     """Return the help text of a command; for `train`, and words that describe a run, every key of that run."""
     if command == "bench":
         return BENCH.format(benchmarks="\n".join(map(_benchmark, BENCHMARKS)))
+    if command == "report":
+        return REPORT.format(conf=conf_dir())
     if command != "train":
         return TEXTS[command]
     named = {word.partition("=")[0] for word in words}

@@ -24,6 +24,8 @@ from fpexp.errors import UserError
 CONFIG_NAME = "config"
 WITHIN_CONF = {"of_model": "solver", "of_task": "model", "budget": "training"}
 """What conf/ has files decide for others, which refer to it, and for which; gone once they have their values."""
+REPORT = "report"
+"""How an experiment is reported (fpexp.reporting.layout): read from its own file, nothing of a run."""
 OF_A_SWEEP = ("grid", "evaluate")
 """What `sweep` says of all jobs together; it is no part of one."""
 
@@ -123,7 +125,7 @@ def from_hydra(config: DictConfig, selected: dict[str, Any]) -> RunConfig:
         raw = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(_first_line(error)) from error
-    for name in WITHIN_CONF:
+    for name in (*WITHIN_CONF, REPORT):
         raw.pop(name, None)  # type: ignore[union-attr,call-arg,arg-type]
     for name in OF_A_SWEEP:
         if isinstance(raw.get("sweep"), dict):  # type: ignore[union-attr]
@@ -161,6 +163,8 @@ def _check_top_level(override: Override) -> None:
     if of:
         leaf = key.partition(".")[2].rpartition(".")[2] or "<name>"
         raise UserError(f"'{key}' is for the files in conf/; set {of}.{leaf} instead")
+    if key.partition(".")[0] == REPORT:
+        raise UserError(f"'{key}' is for the files in conf/experiment; it is no setting of a run")
     known = {field.name for field in dataclasses.fields(RunConfig)} | {*GROUPS, "hydra"}
     near = did_you_mean(key, known)
     if "." not in key and "/" not in key and key not in known and near:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -129,10 +129,13 @@ class RunConfig:
         """Return a copy with top-level fields changed."""
         return dataclasses.replace(self, **changes)
 
-    def fingerprint(self) -> str:
-        """Hash of all that decides the numbers: equal for a repetition of the same run."""
+    def fingerprint(self, leaving_out: Iterable[str] = ()) -> str:
+        """Hash of all that decides the numbers, but for top-level fields left out: equal for the same run repeated.
+
+        The number of threads decides no more than the order of sums.
+        """
         tree = self.to_dict()
-        for name in ("results_dir", "tracking", "sweep", "choices", "scale", "parallel"):
+        for name in ("results_dir", "tracking", "sweep", "choices", "scale", "parallel", "threads", *leaving_out):
             del tree[name]
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -56,7 +56,8 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     assert {name for name in files if name.startswith("fpexp/conf/")} == conf
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fpexp").rglob("*.py")}
     assert {name for name in files if name.endswith(".py")} == modules
-    assert [name for name in files if not name.endswith((".py", ".yaml")) and "dist-info" not in name] == []
+    page = {f"fpexp/reporting/page/page.{kind}" for kind in ("html", "css", "js")}
+    assert {name for name in files if not name.endswith((".py", ".yaml")) and "dist-info" not in name} == page
 
 
 INSTALLED = f"""
@@ -72,6 +73,7 @@ assert main(["list"]) == 0
 assert "torch" not in sys.modules
 assert main(["train", "task=a4", "model=lstm", *{TINY!r}]) == 0
 assert main(["train", "--help"]) == 0
+assert main(["report", "experiment=demo_a5"]) == 0
 """
 
 

@@ -171,7 +171,7 @@ def composed(*words: str) -> dict[str, Any]:
         ([], "task.bos", False),
         ([], "task.lengths.policy", "grow"),
         ([], "task.lengths.min", 2),
-        (["scale=paper"], "task.lengths", {"policy": "fixed", "min": 16, "max": 16, "mastery": 0.75}),
+        (["scale=paper"], "task.lengths", {"policy": "fixed", "min": 16, "max": 16, "mastery": 0.75, "rehearsal": 0.0}),
         (["scale=paper"], "training.steps", 125_000),
         (["scale=paper"], "training.batch_size", 512),
         (["scale=paper"], "training.lr", 1e-4),
@@ -242,7 +242,7 @@ def test_a_protocol_has_convolution_and_state_for_models_that_have_them(
         (["task=copy"], "task.alphabet", 26),
         (["task=copy"], "task.context", 256),
         (["task=copy"], "task.packing", True),
-        (["task=copy"], "task.lengths", {"policy": "fixed", "min": 5, "max": 50, "mastery": 0.9}),
+        (["task=copy"], "task.lengths", {"policy": "fixed", "min": 5, "max": 50, "mastery": 0.9, "rehearsal": 0.0}),
         (["task=copy"], "training.steps", 10_000),
         (["task=copy"], "training.batch_size", 128),
         (["task=copy"], "training.lr", 1e-5),
@@ -497,7 +497,7 @@ def test_round_trip(model: str, tmp_path: Path) -> None:
 
 def test_fingerprint_is_of_what_decides_the_numbers(tmp_path: Path) -> None:
     fingerprint = tiny(tmp_path).fingerprint()
-    for same in (["tracking=wandb"], ["results_dir=elsewhere"], ["sweep.rerun=true"]):
+    for same in (["tracking=wandb"], ["results_dir=elsewhere"], ["sweep.rerun=true"], ["threads=3"]):
         assert tiny(tmp_path, *same).fingerprint() == fingerprint
     for other in (
         ["seed=1"],

@@ -1,0 +1,81 @@
+"""Recorded benchmarks as tables: the newest file of each under bench/, one's own or the committed one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fpexp.errors import first_line
+from fpexp.reporting.table import NOTHING, Table
+
+PLACES = ("bench", "reference/bench")
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What `fpexp bench` measured: where it stands, on which machine, and a table for each group of contenders."""
+
+    name: str
+    file: str
+    machine: str
+    tables: tuple[tuple[str, Table], ...]
+
+
+def read_benchmarks(results_dir: Path) -> tuple[dict[str, Benchmark], list[str]]:
+    """Return the newest readable benchmark of each name, and a line for each file that is not one."""
+    found: dict[str, tuple[str, Benchmark]] = {}
+    problems = []
+    for place in PLACES:
+        for path in sorted((results_dir / place).glob("*.json")):
+            file = f"{place}/{path.name}"
+            try:
+                raw = json.loads(path.read_text())
+                made, time = _benchmark(raw, file), str(raw["time"])
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+                problems.append(f"{file}: no benchmark that can be read: {first_line(error)}")
+                continue
+            if made.name not in found or time > found[made.name][0]:
+                found[made.name] = (time, made)
+    return {name: made for name, (_, made) in sorted(found.items())}, problems
+
+
+def _benchmark(raw: Mapping[str, Any], file: str) -> Benchmark:
+    environment, rows = raw["environment"], raw["contenders"]
+    threads = f", {environment['threads']} threads" if environment.get("threads") else ""
+    machine = f"{environment['device']}{threads}, {environment['cpus']} CPUs; {environment['command']}"
+    groups = dict.fromkeys(str(row["group"]) for row in rows)
+    tables = tuple((group, _table([row for row in rows if str(row["group"]) == group])) for group in groups)
+    return Benchmark(str(raw["benchmark"]), file, machine, tables)
+
+
+def _table(rows: list[Mapping[str, Any]]) -> Table:
+    numbers = list(dict.fromkeys(name for row in rows for name in row["numbers"]))
+    columns = ("contender", "median", "quartiles", "ratio", "baseline", *(name.replace("_", " ") for name in numbers))
+    return Table(columns, tuple(_cells(row, numbers) for row in rows))
+
+
+def _cells(row: Mapping[str, Any], numbers: list[str]) -> tuple[str, ...]:
+    quartiles = row.get("quartiles_s") or ()
+    return (
+        str(row["contender"]),
+        str(row["missing"]) if row.get("missing") else _seconds(row.get("median_s")),
+        " to ".join(map(_seconds, quartiles)) or NOTHING,
+        NOTHING if row.get("ratio") is None else f"{row['ratio']:.3g}",
+        str(row.get("baseline") or NOTHING),
+        *(_number(row["numbers"].get(name)) for name in numbers),
+    )
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return NOTHING
+    return f"{value * 1e3:.3g} ms" if value < 1 else f"{value:.3g} s"
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return NOTHING
+    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)

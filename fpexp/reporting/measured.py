@@ -1,0 +1,90 @@
+"""What the runs of an experiment measured, summarised over seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fpexp.reporting.layout import Layout
+from fpexp.reporting.outcome import Outcome, Setting
+from fpexp.reporting.record import Record, number
+
+MASTERED = 0.9
+"""The accuracy of LONGEST_ABOVE (paper fig. 6)."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Mean of what some runs measured, sample standard deviation (None of one run), and each run's own value."""
+
+    mean: float
+    spread: float | None
+    runs: tuple[tuple[str, float], ...]
+
+    @property
+    def n(self) -> int:
+        """How many runs."""
+        return len(self.runs)
+
+
+def summarise(values: Iterable[tuple[str, float | None]]) -> Summary | None:
+    """Summarise the values that there are, by run id; None of none."""
+    found = tuple((name, value) for name, value in values if value is not None)
+    if not found:
+        return None
+    numbers = [value for _, value in found]
+    return Summary(statistics.fmean(numbers), statistics.stdev(numbers) if len(numbers) > 1 else None, found)
+
+
+def metrics_of(outcome: Outcome) -> tuple[str, ...]:
+    """Return what is reported of an experiment: what its layout says, else perplexity of text or token accuracy."""
+    if outcome.plan.layout.metrics:
+        return tuple(outcome.plan.layout.metrics)
+    rows = [row for run in outcome.runs for row in run.curve]
+    text = bool(rows) and all(number(row, "perplexity") is not None for row in rows)
+    return ("perplexity",) if text else ("token_accuracy",)
+
+
+def lengths_of(layout: Layout, settings: Iterable[Setting]) -> list[int]:
+    """Return the lengths with a number of their own: the layout's, as far as they are measured at this scale.
+
+    Else, of each setting, those at or next after 1, 2 and 4 times its training length.
+    """
+    settings = list(settings)
+    chosen = [n for n in layout.at if any(n in setting.config["evaluation"]["lengths"] for setting in settings)]
+    return chosen or sorted({length for setting in settings for length in _own_lengths(setting.config)})
+
+
+def _own_lengths(config: Mapping[str, Any]) -> list[int]:
+    measured, longest = sorted(config["evaluation"]["lengths"]), training_length(config)
+    if longest is None:
+        return measured[-3:]
+    wanted = (next((length for length in measured if length >= factor * longest), None) for factor in (1, 2, 4))
+    return [length for length in wanted if length is not None]
+
+
+def training_length(config: Mapping[str, Any]) -> int | None:
+    """Return the longest length that training may use, by the task's length policy or its context."""
+    task = config.get("task") or {}
+    longest = (task.get("lengths") or {}).get("max", task.get("context"))
+    return longest if isinstance(longest, int) else None
+
+
+def at_length(runs: Sequence[Record], metric: str, length: int) -> Summary | None:
+    """Summarise a metric of the curve at one length."""
+    return summarise((run.id, number(run.by_length.get(length, {}), metric)) for run in runs)
+
+
+def longest_above(run: Record) -> float | None:
+    """Return the longest length up to which every measured one has an accuracy of 90 % or more; 0 where none has."""
+    if not run.curve:
+        return None
+    longest = 0
+    for row in run.curve:
+        accuracy = number(row, "token_accuracy")
+        if accuracy is None or accuracy < MASTERED:
+            break
+        longest = row["length"]
+    return float(longest)

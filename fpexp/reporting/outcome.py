@@ -1,0 +1,192 @@
+"""Which recorded run answers which job of an experiment, and what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fpexp.reporting.layout import Layout
+from fpexp.reporting.paper import Paper
+from fpexp.reporting.record import Record
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that an experiment asks for. `identities` are what a `Record` of it may have, one for each kind of device.
+
+    `settings` are its own words, key -> value, beside those of the whole experiment and the seed.
+    """
+
+    seed: int
+    settings: Mapping[str, str]
+    command: str
+    config: Mapping[str, Any]
+    identities: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An experiment: what it asks for, how it is reported, what the paper has.
+
+    `command` runs all that is missing, `resume` (with an id behind it) goes on with a run.
+    """
+
+    name: str
+    description: str
+    command: str
+    jobs: tuple[Job, ...]
+    layout: Layout
+    paper: Paper | None = None
+    resume: str = "fpexp train resume="
+
+    @property
+    def title(self) -> str:
+        """What stands above its part of the report."""
+        return ": ".join(part for part in (self.layout.paper, self.layout.title or self.name) if part)
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A run that was begun and has no curve, and the command that goes on with it or makes it anew, if one does.
+
+    `asked`: the grid has its seed.
+    """
+
+    record: Record
+    why: str
+    command: str | None
+    asked: bool
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What differs in nothing but the seed: the runs that count, and what stands in their place elsewhere.
+
+    `repeated` are runs beside one that counts, of the same config and seed: (the one that counts, the others).
+    """
+
+    label: str
+    values: Mapping[str, str]
+    config: Mapping[str, Any]
+    runs: tuple[Record, ...]  # by seed
+    asked: int
+    missing: tuple[Job, ...]
+    unfinished: tuple[Unfinished, ...]
+    repeated: tuple[tuple[Record, tuple[Record, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """An experiment with what is recorded of it."""
+
+    plan: Plan
+    settings: tuple[Setting, ...]
+
+    @property
+    def asked(self) -> int:
+        """Runs that the grid asks for."""
+        return sum(setting.asked for setting in self.settings)
+
+    @property
+    def done(self) -> int:
+        """Those of them that are finished."""
+        begun = sum(entry.asked for setting in self.settings for entry in setting.unfinished)
+        return self.asked - begun - sum(len(setting.missing) for setting in self.settings)
+
+    @property
+    def runs(self) -> list[Record]:
+        """All runs that count."""
+        return [run for setting in self.settings for run in setting.runs]
+
+
+def match(plan: Plan, records: Sequence[Record]) -> Outcome:
+    """Give each setting of a plan its runs: those with the same config, of whatever seed."""
+    groups: dict[frozenset[str], list[Job]] = {}
+    for job in plan.jobs:
+        groups.setdefault(job.identities, []).append(job)
+    names = plan.layout.names or _varying(plan.jobs)
+    settings = [_setting(jobs, names, plan, records) for jobs in groups.values()]
+    return Outcome(plan, tuple(_distinct(settings)))
+
+
+def _varying(jobs: Iterable[Job]) -> list[str]:
+    """Return the keys whose words are not the same in all jobs, in the order in which they come."""
+    jobs = list(jobs)
+    keys = dict.fromkeys(key for job in jobs for key in job.settings)
+    return [key for key in keys if len({job.settings.get(key) for job in jobs}) > 1]
+
+
+def _setting(jobs: Sequence[Job], names: Sequence[str], plan: Plan, records: Sequence[Record]) -> Setting:
+    (first, *_), layout = jobs, plan.layout
+    by_seed: dict[int, list[Record]] = {}
+    for record in records:
+        if record.identity in first.identities:
+            by_seed.setdefault(record.seed, []).append(record)
+    jobs_of_seed = {job.seed: job for job in jobs}
+    runs, unfinished, repeated = [], [], []
+    for seed, candidates in sorted(by_seed.items()):
+        best, *others = sorted(candidates, key=lambda r: (r.finished, r.ended, r.id, r.place), reverse=True)
+        if best.finished:
+            runs.append(best)
+            if others:
+                repeated.append((best, tuple(others)))
+        else:
+            unfinished.append(_unfinished(best, jobs_of_seed.get(seed), plan.resume))
+    values = {key: first.settings[key] for key in names if key in first.settings}
+    return Setting(
+        label=label_of(values, layout) or layout.labels.get(_model(first.config), _model(first.config)),
+        values=values,
+        config=first.config,
+        runs=tuple(runs),
+        asked=len(jobs_of_seed),
+        missing=tuple(job for seed, job in jobs_of_seed.items() if seed not in by_seed),
+        unfinished=tuple(unfinished),
+        repeated=tuple(repeated),
+    )
+
+
+def _unfinished(record: Record, job: Job | None, resume: str) -> Unfinished:
+    why = record.state + (f": {record.reason}" if record.reason else "")
+    command = job.command if job else None
+    if record.state == "finished":
+        why = "finished, without a curve that can be read"
+    elif record.state == "running":
+        command = None
+    elif record.state in ("interrupted", "lost") and record.place == "runs":
+        command = resume + shlex.quote(record.id)
+    return Unfinished(record, why, command, asked=job is not None)
+
+
+def label_of(values: Mapping[str, str], layout: Layout) -> str:
+    """Return what a setting is called: a group's choice by its name alone, other keys as their last part = value.
+
+    Of switches, those that are on: Q+b, or none.
+    """
+    parts, switches, on = [], False, []
+    for key, value in values.items():
+        name = str(layout.labels.get(value, value))
+        short = str(layout.labels.get(key, key.rpartition(".")[2]))
+        if value.lower() in ("true", "false"):
+            switches = True
+            on += [short] if value.lower() == "true" else []
+        else:
+            parts.append(name if "." not in key else f"{short}={name}")
+    return ", ".join([*parts, *(["+".join(on) or "none"] if switches else [])])
+
+
+def _model(config: Mapping[str, Any]) -> str:
+    return str(config["choices"]["model"])
+
+
+def _distinct(settings: Sequence[Setting]) -> list[Setting]:
+    """Number labels that are the same, so that no two settings share a line."""
+    seen: dict[str, int] = {}
+    result = []
+    for setting in settings:
+        seen[setting.label] = seen.get(setting.label, 0) + 1
+        again = seen[setting.label]
+        result.append(setting if again == 1 else dataclasses.replace(setting, label=f"{setting.label} ({again})"))
+    return result

@@ -1,0 +1,143 @@
+"""All experiments of a report with what is recorded of them, and what is to be said beside their numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fpexp.reporting.benchmark import Benchmark
+from fpexp.reporting.chart import Chart, charts_of
+from fpexp.reporting.outcome import Outcome, Plan, Setting, match
+from fpexp.reporting.paper import Paper
+from fpexp.reporting.record import EVALUATIONS, Record, number
+from fpexp.reporting.table import REPORTED, Table, runs_of, table_of
+
+
+@dataclass(frozen=True)
+class Section:
+    """One experiment: its table, its runs, its figures, and what is missing, unfinished or there twice.
+
+    An experiment of benchmarks has these in the place of runs.
+    """
+
+    outcome: Outcome
+    table: Table
+    runs: Table
+    charts: tuple[Chart, ...]
+    benchmarks: tuple[Benchmark, ...]
+    missing: tuple[str, ...]  # commands
+    unfinished: tuple[tuple[str, str | None], ...]  # what it is, and the command that mends it
+    remarks: tuple[str, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The experiment."""
+        return self.outcome.plan
+
+    @property
+    def done(self) -> str:
+        """How many of its runs or benchmarks are there."""
+        asked = self.plan.layout.benchmarks
+        if asked:
+            return f"{len(self.benchmarks)} of {len(asked)}"
+        return f"{self.outcome.done} of {self.outcome.asked}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is recorded under a results folder; `problems` are one line each."""
+
+    records: Sequence[Record]
+    benchmarks: Mapping[str, Benchmark]
+    papers: Mapping[str, Paper]  # of no experiment
+    problems: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Report:
+    """`benchmarks`, `papers` and `others` (runs) are what belongs to none of the experiments, in a whole report."""
+
+    sections: tuple[Section, ...]
+    benchmarks: tuple[Benchmark, ...]
+    papers: Table | None
+    others: Table | None
+    problems: tuple[str, ...]
+
+
+def make_report(plans: Sequence[Plan], found: Found, whole: bool) -> Report:
+    """Give every experiment what is recorded of it; a `whole` report also has what belongs to none."""
+    sections = tuple(_section(plan, found) for plan in plans)
+    known = frozenset(identity for plan in plans for job in plan.jobs for identity in job.identities)
+    told = [record for record in found.records if whole or record.identity is None or record.identity in known]
+    lines = [f"{record.place}/{record.id}: {problem}" for record in told for problem in record.problems]
+    problems = (*found.problems, *lines)
+    if not whole:
+        return Report(sections, (), None, None, problems)
+    used = {name for plan in plans for name in plan.layout.benchmarks}
+    benchmarks = tuple(made for name, made in found.benchmarks.items() if name not in used)
+    rest = [record for record in found.records if record.identity is not None and record.identity not in known]
+    return Report(sections, benchmarks, _papers(found.papers), _others(rest), problems)
+
+
+def _section(plan: Plan, found: Found) -> Section:
+    outcome = match(plan, found.records)
+    asked = plan.layout.benchmarks
+    missing = [job.command for setting in outcome.settings for job in setting.missing]
+    missing += [f"fpexp bench {name}" for name in asked if name not in found.benchmarks]
+    unfinished = [
+        (
+            f"{entry.record.place}/{entry.record.id} ({setting.label}, seed {entry.record.seed}): {entry.why}",
+            entry.command,
+        )
+        for setting in outcome.settings
+        for entry in setting.unfinished
+    ]
+    unfinished += _unmeasured(outcome)
+    return Section(
+        outcome=outcome,
+        table=table_of(outcome),
+        runs=runs_of(outcome),
+        charts=charts_of(outcome),
+        benchmarks=tuple(found.benchmarks[name] for name in asked if name in found.benchmarks),
+        missing=tuple(missing),
+        unfinished=tuple(unfinished),
+        remarks=tuple(_repeated(setting, *entry) for setting in outcome.settings for entry in setting.repeated),
+    )
+
+
+def _unmeasured(outcome: Outcome) -> list[tuple[str, str | None]]:
+    """Return the runs that a figure needs another evaluation of; what is under reference/ has no weights for it."""
+    kinds = [figure.kind for figure in outcome.plan.layout.figures if figure.kind in EVALUATIONS]
+    return [
+        (f"{run.place}/{run.id}: no evaluation of {kind}", outcome.plan.command if run.place == "runs" else None)
+        for run in outcome.runs
+        for kind in kinds
+        if not run.evaluations[kind] and any(number(row, "iterations_mean") is not None for row in run.curve)
+    ]
+
+
+def _repeated(setting: Setting, used: Record, others: Sequence[Record]) -> str:
+    names = ", ".join(f"{other.place}/{other.id} ({other.state})" for other in others)
+    return (
+        f"{setting.label}, seed {used.seed}: {used.place}/{used.id} counts, as the newest finished run of this config; "
+        f"not {names}"
+    )
+
+
+def _papers(papers: Mapping[str, Paper]) -> Table | None:
+    rows = [
+        (name, paper.source, label, paper.measure, text)
+        for name, paper in papers.items()
+        for label, text in [*(("", claim) for claim in paper.claims), *((row.label, row.text) for row in paper.rows)]
+    ]
+    return Table(("name", "source", "of", "measure", REPORTED), tuple(rows)) if rows else None
+
+
+def _others(records: Sequence[Record]) -> Table | None:
+    rows = []
+    for record in records:
+        choices = record.config["choices"]
+        state = record.state + (f": {record.reason}" if record.reason else "")
+        names = (str(choices[key]) for key in ("task", "model", "scale"))
+        rows.append((f"{record.place}/{record.id}", *names, str(record.seed), state))
+    return Table(("run", "task", "model", "scale", "seed", "state"), tuple(rows)) if rows else None
