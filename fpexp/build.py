@@ -39,12 +39,13 @@ class Experiment:
 
 def settle(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """Replace every `auto` by what it means on this machine; return the config and what to tell the user."""
+    told: tuple[str, ...] = ()
     if config.device == "auto":
         config = config.replace(device="cuda" if torch.cuda.is_available() else "cpu")
-        if config.device == "cpu":
-            notes.append("device=auto: cpu (no GPU here)")
+        told = ("device=auto: cpu (no GPU here)",) if config.device == "cpu" else ()
     _check_device(config.device)
-    return settle_for_device(config)
+    config, notes = settle_for_device(config)
+    return config, (*told, *notes)
 
 
 def settle_for_device(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
