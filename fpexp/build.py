@@ -18,6 +18,7 @@ from fpexp.fixed_point import Auto, Gradient, Schedule, Solver
 from fpexp.footprint import check_evaluation, check_training
 from fpexp.machine import is_out_of_memory
 from fpexp.models import LanguageModel
+from fpexp.ops.backend import check_device
 from fpexp.randomness import seeded
 from fpexp.tasks import Task
 
@@ -38,10 +39,13 @@ class Experiment:
 
 def settle(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
     """Replace every `auto` by what it means on this machine; return the config and what to tell the user."""
+    told: tuple[str, ...] = ()
     if config.device == "auto":
         config = config.replace(device="cuda" if torch.cuda.is_available() else "cpu")
+        told = ("device=auto: cpu (no GPU here)",) if config.device == "cpu" else ()
     _check_device(config.device)
-    return settle_for_device(config)
+    config, notes = settle_for_device(config)
+    return config, (*told, *notes)
 
 
 def settle_for_device(config: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
@@ -94,6 +98,7 @@ def check(config: RunConfig, processes: int = 1) -> Experiment:
             f"schedule={config.choices.schedule} caps whole-sequence iterations, which the sequential solver does not "
             "make; use solver=picard, or schedule=converge"
         )
+    check_device(getattr(solver, "backend", "auto"), torch.device(config.device), "solver.backend")
     model = _sketch(config, task)
     check_training(config, task, model, processes)
     check_evaluation(config, task, model, config.evaluation.lengths, "evaluation.lengths", "evaluation.batch_size")

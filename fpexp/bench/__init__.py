@@ -59,7 +59,7 @@ BENCHMARKS = {
     ),
     "kernels": Entry(
         "fpexp.bench.kernels",
-        "registers, shared memory and spills of Triton's kernels, compiled for GPUs that need not be there",
+        "registers, shared memory and spills of Triton's kernels, compiled for GPUs that are not here (--compile-only)",
         "compile_only=true scales=[cpu,gpu,paper,copy,long] dtypes=[float32,bfloat16] architectures=[80,90,100]",
     ),
     "second_start": Entry(

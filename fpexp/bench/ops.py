@@ -106,21 +106,35 @@ def ssd_inputs(batch: int, length: int, width: int) -> dict[str, Tensor]:
     }
 
 
-def delta_inputs(batch: int, length: int, width: int) -> dict[str, Tensor]:
+def delta_inputs(
+    batch: int, length: int, width: int, size: int | None = None, value_size: int | None = None
+) -> dict[str, Tensor]:
     """Draw those of `product_inputs` for one step, beta in [0, 1], and log_decay (B, T, heads) as Mamba-2's delta A."""
-    heads, _ = _heads(width)
-    inputs = product_inputs(batch, length, width, steps=1, beta=1.0)
+    inputs = product_inputs(batch, length, width, size, value_size, steps=1, beta=1.0)
+    heads = inputs["q"].shape[2]
     decay = -log_uniform(1e-3, 1e-1, batch, length, heads) * torch.empty(heads).uniform_(1, 16)
     return {**inputs, "log_decay": decay}
 
 
-def product_inputs(batch: int, length: int, width: int, steps: int = 2, beta: float = 2.0) -> dict[str, Tensor]:
-    """Draw q (B, T, heads, K), k and v (B, T, n, heads, K), beta (B, T, n, heads) up to `beta`; |q| = |k| = 1."""
-    heads, size = _heads(width)
+def product_inputs(
+    batch: int,
+    length: int,
+    width: int,
+    size: int | None = None,
+    value_size: int | None = None,
+    steps: int = 2,
+    beta: float = 2.0,
+) -> dict[str, Tensor]:
+    """Draw q (B, T, heads, K), k and v (B, T, n, heads, K or V), beta (B, T, n, heads) up to `beta`; |q| = |k| = 1.
+
+    There are width / K heads. `size` is K, that of `HEAD` where it is None, and `value_size` V, K where it is None.
+    """
+    K = size or _heads(width)[1]
+    heads, V = width // K, value_size or K
     return {
-        "q": normalize(torch.randn(batch, length, heads, size), dim=-1),
-        "k": normalize(torch.randn(batch, length, steps, heads, size), dim=-1),
-        "v": torch.randn(batch, length, steps, heads, size),
+        "q": normalize(torch.randn(batch, length, heads, K), dim=-1),
+        "k": normalize(torch.randn(batch, length, steps, heads, K), dim=-1),
+        "v": torch.randn(batch, length, steps, heads, V),
         "beta": beta * torch.rand(batch, length, steps, heads),
     }
 

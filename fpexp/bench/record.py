@@ -69,30 +69,29 @@ def write(
 
 
 def show(name: str, rows: Sequence[Row]) -> None:
-    """Print one table for each group."""
+    """Print one table for each group; what says nothing there, such as quartiles of one time, is left out."""
     for group in dict.fromkeys(row.contender.group for row in rows):
         members = [row for row in rows if row.contender.group == group]
-        told = list(dict.fromkeys(number for row in members for number in row.numbers))
-        note = [""] if any(row.contender.missing for row in members) else []
-        columns = ["contender", "median", "quartiles", "rounds", "ratio", "target", "met"]
-        columns += [number.replace("_", " ") for number in told] + note
-        print_table(f"{name}: {group}" if group else name, columns, [_cells(row, told, note) for row in members])
+        columns = {"contender": [row.contender.name for row in members]}
+        columns["median"] = [_duration(row.median_s) for row in members]
+        if not all(row.contender.once for row in members):
+            columns["quartiles"] = [_spread(row) for row in members]
+            columns["rounds"] = [str(len(row.seconds) or "-") for row in members]
+        if any(row.contender.baseline for row in members):
+            columns["ratio"] = ["-" if r.ratio is None else f"{r.ratio:.2f}x {r.contender.baseline}" for r in members]
+        if any(row.contender.target for row in members):
+            columns["target"] = [str(row.contender.target or "-") for row in members]
+            columns["met"] = [{True: "yes", False: "no", None: "-"}[row.met] for row in members]
+        for number in dict.fromkeys(number for row in members for number in row.numbers):
+            columns[number.replace("_", " ")] = [_number(row.numbers.get(number)) for row in members]
+        if any(row.contender.missing for row in members):
+            columns[""] = [row.contender.missing for row in members]
+        cells = [list(row) for row in zip(*columns.values(), strict=True)]
+        print_table(f"{name}: {group}" if group else name, list(columns), cells)
 
 
-def _cells(row: Row, told: Sequence[str], note: Sequence[str]) -> list[str]:
-    contender = row.contender
-    spread = "-" if row.quartiles_s is None else " to ".join(map(_duration, row.quartiles_s))
-    return [
-        contender.name,
-        _duration(row.median_s),
-        spread,
-        str(len(row.seconds) or "-"),
-        "-" if row.ratio is None else f"{row.ratio:.2f}x {contender.baseline}",
-        str(contender.target or "-"),
-        {True: "yes", False: "no", None: "-"}[row.met],
-        *(_number(row.numbers.get(number)) for number in told),
-        *(contender.missing for _ in note),
-    ]
+def _spread(row: Row) -> str:
+    return "-" if row.quartiles_s is None else " to ".join(map(_duration, row.quartiles_s))
 
 
 def _duration(seconds: float | None) -> str:

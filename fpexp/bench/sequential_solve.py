@@ -18,13 +18,14 @@ checked is that each solver reports the true residual of what it returns; how fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
 
 from fpexp.bench.context import Context
+from fpexp.bench.counts import Solve, solve_numbers
 from fpexp.bench.measure import Check, Contender, Target, stopwatch
 from fpexp.bench.subjects import fixed_point_subject
 from fpexp.bench.truth import Posed, posed
@@ -35,8 +36,6 @@ from fpexp.ranges import Count, Positive
 
 TARGETS = {16: 4.0, 64: 10.0}
 """How many times longer Picard has to take, by length."""
-
-Solve = Callable[[], list[SolveResult]]
 
 
 @dataclass(frozen=True)
@@ -102,20 +101,6 @@ def _numbers(found: Solve, other: Solve | None) -> dict[str, float | None]:
         "difference_max": _difference(pairs, converged=False),
         "difference_max_converged": _difference(pairs, converged=True),
     }
-
-
-def solve_numbers(found: Solve) -> dict[str, float]:
-    """Iterations a sequence (of the sequential solver: of its hardest token) and the share that has converged."""
-    results = found()
-    iterations = torch.cat([result.iterations for result in results]).double()
-    status = torch.cat([result.status for result in results])
-    numbers = {
-        "iterations_mean": float(iterations.mean()),
-        "iterations_max": int(iterations.max()),
-        "converged": float((status == Status.CONVERGED).double().mean()),
-    }
-    tokens = [result.tokens.iterations.flatten() for result in results if result.tokens is not None]
-    return numbers | ({"iterations_a_token": float(torch.cat(tokens).double().mean())} if tokens else {})
 
 
 def _difference(pairs: Sequence[tuple[SolveResult, SolveResult]], converged: bool) -> float | None:

@@ -15,8 +15,9 @@ from functools import cache, partial
 from itertools import pairwise
 
 from fpexp.bench.context import Context
+from fpexp.bench.counts import solve_numbers
 from fpexp.bench.measure import Contender, Target, stopwatch
-from fpexp.bench.sequential_solve import solve_checks, solve_numbers, solves
+from fpexp.bench.sequential_solve import solve_checks, solves
 from fpexp.bench.subjects import fixed_point_subject
 from fpexp.bench.truth import posed
 from fpexp.errors import UserError

@@ -28,22 +28,22 @@ token, small beside the products. The targets leave a factor of two to three for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from fpexp.bench.context import Context
 from fpexp.bench.measure import Contender, Target, stopwatch
+from fpexp.bench.step import training_step
 from fpexp.bench.subjects import check_same_task, fresh, trained
 from fpexp.bench.truth import step_checks
 from fpexp.build import Experiment
-from fpexp.evaluation.metrics import LayerStatistics, summed_loss
+from fpexp.evaluation.metrics import LayerStatistics
 from fpexp.fixed_point import Cap
 from fpexp.randomness import generator
 from fpexp.ranges import Count
 from fpexp.tasks import Batch
-from fpexp.training.optimizer import make_optimizer
 
 LSTM = "LSTM"
 FRESH = {
@@ -92,24 +92,6 @@ def _contender(name: str, experiment: Experiment, sizes: Sizes, target: float | 
         target=None if target is None else Target("ratio", at_most=target),
         numbers=lambda: _iterations(experiment, batch, cap),
     )
-
-
-def training_step(experiment: Experiment, batch: Batch, cap: Cap) -> Callable[[], None]:
-    """Return one step as `fpexp.training` makes it; the learning rate is zero, so that every call does the same."""
-    model, config = experiment.model.train(), experiment.config.training
-    optimizer = make_optimizer(model, config)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    limit = float("inf") if config.clip is None else config.clip
-
-    def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        output = model(batch.inputs, cap, batch.mask)
-        (summed_loss(output.logits, batch.targets) / batch.scored).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-        optimizer.step()
-
-    return step
 
 
 @torch.no_grad()

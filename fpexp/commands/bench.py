@@ -32,13 +32,12 @@ def run(arguments: list[str]) -> int:
         for name, entry in BENCHMARKS.items():
             print(f"{name:<18} {entry.text}")
         return 0
-    for word in arguments:
-        if word.startswith("-"):
-            raise UserError(f"'{word}' is not understood here; `fpexp bench --list` and `--help` stand alone")
-    modules = {word: load(word) for word in arguments if "=" not in word} or {name: load(name) for name in BENCHMARKS}
+    names = [word for word in arguments if "=" not in word and not word.startswith("-")]
+    modules = {name: load(name) for name in names or BENCHMARKS}
     keys = {name: typing.get_type_hints(module.Sizes, include_extras=True) for name, module in modules.items()}
     known = {key: annotation for own in (OPTIONS, *keys.values()) for key, annotation in own.items()}
-    given = parse([word for word in arguments if "=" in word], known)
+    words = [_flag(word, known) if word.startswith("-") else word for word in arguments if word not in names]
+    given = parse(words, known)
     options = {**DEFAULTS, **{key: value for key, value in given.items() if key in OPTIONS}}
 
     from fpexp.bench.measure import CheckFailed
@@ -65,6 +64,14 @@ def run(arguments: list[str]) -> int:
     if failed:
         raise FpexpError("; ".join(failed))
     return 0
+
+
+def _flag(word: str, known: Mapping[str, Any]) -> str:
+    """Return `key=true` for --key, where that is a key to switch on."""
+    key = word.removeprefix("--").replace("-", "_")
+    if not word.startswith("--") or known.get(key) is not bool:
+        raise UserError(f"'{word}' is not understood here; `fpexp bench --list` and `--help` stand alone")
+    return f"{key}=true"
 
 
 def _run_one(

@@ -50,12 +50,17 @@ def choose(op: str, device: torch.device, requested: str = "auto") -> str:
         raise UserError(f"backend={requested}: {op} has no such backend ({', '.join(('auto', *existing))})")
     if requested == "reference":
         return requested
-    if _FUSED.get(device.type) != requested and not (requested == "triton" and device.type == "cpu" and _interprets()):
-        wanted = next(kind for kind, name in _FUSED.items() if name == requested)
-        raise UserError(f"backend={requested} is for {wanted} tensors, not {device.type}; use backend=auto")
+    check_device(requested, device)
     if reason := _missing(op, requested):
         raise UserError(f"backend={requested} {reason}, or use backend=reference")
     return requested
+
+
+def check_device(requested: str, device: torch.device, key: str = "backend") -> None:
+    """Raise a UserError that names `key` where a backend is for other devices; `choose` tells what it means here."""
+    wanted = next((kind for kind, name in _FUSED.items() if name == requested), device.type)
+    if wanted != device.type and not (requested == "triton" and device.type == "cpu" and _interprets()):
+        raise UserError(f"{key}={requested} is for {wanted} tensors, not {device.type}; use {key}=auto")
 
 
 @contextmanager

@@ -70,9 +70,16 @@ def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
         ["ours", "2 ms", "1.5 ms to 2.5 ms", "3", "2.00x torch", "<= 3x", "yes", "7", "0.25"],
         ["peer", *"------", "-", "-", "not installed: pip install it"],
         ["scan: length 8"],
-        ["contender", "median", "quartiles", "rounds", "ratio", "target", "met"],
-        ["alone", "2.50 s", "2.50 s to 2.50 s", "1", "-", "-", "-"],
+        ["contender", "median", "quartiles", "rounds"],
+        ["alone", "2.50 s", "2.50 s to 2.50 s", "1"],
     ]
+
+
+def test_a_time_that_is_taken_once_has_no_quartiles(capsys: pytest.CaptureFixture[str]) -> None:
+    record.show("", [Row(Contender("kernel", "", lambda: 0.0, once=True), (0.5,), numbers={"registers": 96})])
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["contender", "median", "registers"], ["kernel", "500", "ms", "96"]
+    ]  # fmt: skip
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

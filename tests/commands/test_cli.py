@@ -545,3 +545,22 @@ def test_a_run_shorter_than_its_warm_up_says_so(cli: CommandLine) -> None:
     answer = cli("train", "task=a4", "model=lstm", *TINY, "training.steps=2", "training.warmup_steps=3")
     assert answer.code == 0, answer.err
     assert "ends in its warm-up: training.warmup_steps=3, training.steps=2" in answer.out
+
+
+# Backends that are not for this machine (CASES.md 38)
+
+
+@pytest.mark.parametrize("solver", [["solver=sequential", "solver"], ["solver=auto", "solver.sequential"]])
+def test_triton_without_a_gpu_is_one_line(cli: CommandLine, solver: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    words = ["train", "task=a4", "model=fp_mamba_h", *TINY, "device=cpu", solver[0], f"{solver[1]}.backend=triton"]
+    cli(*words).refused("solver.backend=triton is for cuda tensors, not cpu; use solver.backend=auto")
+    assert not cli.runs()
+
+
+def test_auto_says_once_that_it_uses_the_cpu(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    answer = cli("train", "task=a4", "model=lstm", *TINY)
+    assert answer.code == 0, answer.err
+    assert answer.out.count("device=auto: cpu (no GPU here)") == 1
+    assert "device=auto" not in cli("train", "task=a4", "model=lstm", *TINY, "device=cpu").out

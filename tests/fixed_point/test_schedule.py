@@ -100,7 +100,7 @@ def test_schedules_that_cap_need_a_whole_sequence_solver(schedule: list[str]) ->
 
 
 def test_auto_sweeps_on_a_cpu() -> None:
-    experiment = tiny("model=fp_mamba_h")
+    experiment = tiny("model=fp_mamba_h", "device=cpu")
     assert isinstance(experiment.model.layers[0].layer.solver, Sequential)
     assert experiment.notes == ("solver=auto: sequential (fewest operations, on a CPU)",)
 

@@ -66,6 +66,20 @@ class Launch:
 
         Not in a process with TRITON_INTERPRET=1, where there are no kernels to compile.
         """
+        target = GPUTarget("cuda", capability, 32)
+        compiled = triton.compile(self._source(), target=target, options=self._options)
+        return _usage(compiled, capability)
+
+    @property
+    def key(self) -> str:
+        """The same for launches that compile to the same code."""
+        return f"{self._source().hash()}-{self._options}"
+
+    @property
+    def _options(self) -> dict[str, int | None]:
+        return {"num_warps": self.warps, "maxnreg": self.registers}
+
+    def _source(self) -> ASTSource:
         signature, constants, attributes = {}, {}, {}
         for i, parameter in enumerate(self.kernel.params):
             value = self.arguments[parameter.name]
@@ -75,11 +89,7 @@ class Launch:
                 constants[(i,)] = value
             elif isinstance(value, Tensor) or (value % 16 == 0 and not parameter.do_not_specialize):
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self.kernel, signature, constants, attributes)
-        target = GPUTarget("cuda", capability, 32)
-        options = {"num_warps": self.warps, "maxnreg": self.registers}
-        compiled = triton.compile(source, target=target, options=options)
-        return _usage(compiled, capability)
+        return ASTSource(self.kernel, signature, constants, attributes)
 
     @staticmethod
     def _kind(parameter: Any, value: Any) -> str:
