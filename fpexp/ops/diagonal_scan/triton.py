@@ -212,7 +212,7 @@ def _backward(
     if owed is not None:
         g_later = tl.load(owed + row * width + channel, channel < width, other=0)
     # Rows of a tile go back in time: Triton's own reversed scan moves every number to another lane and back.
-    for last in tl.range(stop - 1, begin - 1, -TOKENS, num_stages=3):
+    for last in tl.range(stop - 1, begin - 1, -TOKENS, num_stages=3, disable_licm=True):
         at = (sequence * length + last) * width
         t, within = last - token[:, None], (channel < width)[None, :]
         inside = (t >= begin) & within
@@ -225,7 +225,7 @@ def _backward(
         g_later = tl.sum(tl.where(earliest, g, 0), 0)
         if products is None:
             before = tl.load(h + at - width + place, inside & (t > 0), other=0).to(COMPUTE)
-            before += tl.where(t == 0, first[None, :], 0)
+            before = tl.where(t == 0, first[None, :], before)
             tl.store(dx + at + place, g.to(dx.dtype.element_ty), inside)
             tl.store(da + at + place, (g * before).to(da.dtype.element_ty), inside)
         else:
