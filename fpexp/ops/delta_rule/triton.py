@@ -197,6 +197,7 @@ class Problem(NamedTuple):
             programs *= triton.cdiv(V, values)
         arguments = {name: getattr(self, name) for name in names.split()} | others
         arguments |= {"length": self.length, "heads": self.q.shape[2], "n": self.k.shape[2], "K": K, "V": V}
+        arguments["JOINS"] = self.tile.steps.bit_length() - 2  # from blocks of 2 rows on
         arguments |= {"STEPS": self.tile.steps, "KEYS": keys, "BLOCKS": triton.cdiv(K, keys), "VALUES": values}
         arguments |= dict(zip(("PRECISION", "SQUARE", "INVERSE"), _PRECISION[self.v.dtype], strict=True))
         arguments["COMPUTE"] = COMPUTE.get(self.v.dtype, tl.float32)
@@ -347,7 +348,8 @@ def _with(blocks, block):
 @triton.jit
 def _solve(
     q, k, beta, log_decay, inverse, scores, length, heads, n, K,
-    STEPS: tl.constexpr, KEYS: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    STEPS: tl.constexpr, JOINS: tl.constexpr, KEYS: tl.constexpr,
+    COMPUTE: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
     """T and A of each chunk."""
     chunks = tl.cdiv(length, STEPS)
@@ -366,19 +368,19 @@ def _solve(
         keys += _product(k_tile, tl.trans(k_tile), COMPUTE, PRECISION)
         queries += _product(q_tile, tl.trans(k_tile), COMPUTE, PRECISION)
     D = _pairs(_log_decays(log_decay, sequence, head, first, length, heads, n, STEPS, COMPUTE), STEPS)
-    square = program * STEPS * STEPS + i[:, None] * STEPS + i[None, :]
-    tl.store(scores + square, queries * D)
+    place, square = program * STEPS * STEPS, i[:, None] * STEPS + i[None, :]
+    tl.store(scores + place + square, queries * D)
     rate = tl.load(beta + at + i * heads, inside, other=0).to(COMPUTE)
     M = tl.where(i[:, None] > i[None, :], rate[:, None] * keys * D, 0)
     T = tl.where(i[:, None] == i[None, :], 1, 0).to(COMPUTE)
     T -= tl.where(i[:, None] // 2 == i[None, :] // 2, M, 0)
     size = 2
-    while size < STEPS:
+    for _ in tl.range(JOINS, disable_licm=True):
         same, apart = i[:, None] // (2 * size) == i[None, :] // (2 * size), i[:, None] // size != i[None, :] // size
         between = tl.where(same & apart, M, 0)
         T -= _product(T, _product(between, T, COMPUTE, INVERSE), COMPUTE, INVERSE)
         size *= 2
-    tl.store(inverse + square, T)
+    tl.store(inverse + place + square, T)
 
 
 @triton.jit
@@ -401,7 +403,7 @@ def _forward(
             S = _with(S, tl.zeros([KEYS, VALUES], COMPUTE))
         else:
             S = _with(S, _load(state + row * K * V, key * V, value, key < K, value < V, COMPUTE))
-    for chunk in tl.range(0, chunks, num_stages=1):
+    for chunk in tl.range(0, chunks, num_stages=1, disable_licm=True):
         first, program = chunk * STEPS, row * chunks + chunk
         inside, at = first + i < length, (sequence * length + first) * heads + head
         found = tl.zeros([STEPS, VALUES], COMPUTE)
@@ -449,7 +451,7 @@ def _backward(
             dS = _with(dS, tl.zeros([KEYS, VALUES], COMPUTE))
         else:
             dS = _with(dS, _load(grad_final + row * K * V, key * V, value, key < K, value < V, COMPUTE))
-    for back in tl.range(0, chunks, num_stages=1):
+    for back in tl.range(0, chunks, num_stages=1, disable_licm=True):
         chunk = chunks - 1 - back
         first, program = chunk * STEPS, row * chunks + chunk
         step, at = first + i, (sequence * length + first) * heads + head
@@ -514,9 +516,9 @@ def _outputs(
     since = tl.exp(tl.cumsum(log, 0))[:, None]
     E = _load(v + at * V, i * heads * V, value, inside, value < V, COMPUTE) - since * found
     rate = tl.load(beta + at + i * heads, inside, other=0).to(COMPUTE)
-    square = program * STEPS * STEPS + i[:, None] * STEPS + i[None, :]
-    U = _product(tl.load(inverse + square), rate[:, None] * E, COMPUTE, SQUARE)
-    A = tl.load(scores + square)
+    place, square = program * STEPS * STEPS, i[:, None] * STEPS + i[None, :]
+    U = _product(tl.load(inverse + place + square), rate[:, None] * E, COMPUTE, SQUARE)
+    A = tl.load(scores + place + square)
     if o is not None:
         o_tile = since * o_tile + _product(A, U, COMPUTE, SQUARE)
         _store(o + token * V, in_token * V, value, reads, value < V, o_tile)
@@ -606,7 +608,7 @@ def _of_q_and_k(
     from_start, to_end = tl.zeros([STEPS], COMPUTE), tl.zeros([STEPS], COMPUTE)
     of_states = tl.zeros([KEYS], COMPUTE)
     square = program * STEPS * STEPS + i * STEPS + j
-    for start in range(0, K, KEYS):
+    for start in tl.range(0, K, KEYS, disable_licm=True):
         key = start + tl.arange(0, KEYS)
         to_q, to_in = tl.zeros([STEPS, KEYS], COMPUTE), tl.zeros([STEPS, KEYS], COMPUTE)
         to_out = tl.zeros([STEPS, KEYS], COMPUTE)

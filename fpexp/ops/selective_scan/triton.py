@@ -55,10 +55,7 @@ _CHANNELS = 32
 """A lane each."""
 
 _TILE = 128
-"""Tokens times N in a tile at most: twice that spills in the backward, whose 16 warps leave a thread 128 registers.
-
-This many needs all of them: on sm_100 8 to 40 bytes spill at some sizes.
-"""
+"""Tokens times N in a tile at most: twice that spills in the backward, whose 16 warps leave a thread 128 registers."""
 
 _TOKENS = 16
 """In a tile at most."""
@@ -373,7 +370,8 @@ def _backward(
         decayed_G = tl.load(owed + row * width * N + in_state, present, other=0).to(COMPUTE)
     dA_sum, dD_sum = tl.zeros([STATES, CHANNELS], COMPUTE), tl.zeros([CHANNELS], COMPUTE)
     tiles = tl.cdiv(length, TOKENS)
-    for i in range(tl.cdiv(tl.minimum(begin + span, length), TOKENS) - 1, begin // TOKENS - 1, -1):
+    last = tl.cdiv(tl.minimum(begin + span, length), TOKENS) - 1
+    for i in tl.range(last, begin // TOKENS - 1, -1, disable_licm=True):
         start = i * TOKENS
         at = sequence * length + start
         inside = (start + token < length)[:, None]
