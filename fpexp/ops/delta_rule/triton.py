@@ -59,7 +59,7 @@ _LEAST = 16
 
 
 class _Tile(NamedTuple):
-    """Sizes at most, so that little or nothing spills from registers on sm_80, sm_90 and sm_100."""
+    """Sizes at most, so that nothing spills from registers on sm_80, sm_90 and sm_100."""
 
     steps: int
     """Of a chunk."""

@@ -11,11 +11,10 @@ and reads h back in the type of x: keeping it costs nothing, and it is all that 
 Occupancy: B d / 32 warps. B 8, d 1536 are 384 warps, 3 to each of 132 SMs. Of float32 the next two tiles are copied to
 shared memory meanwhile, 16 KiB a warp forward and 12 backward: 36 KiB an SM are under way or more, where 4.3 TB/s at
 0.7 us of latency ask for 23. Narrower numbers are too small for such copies: a tile loads, is scanned and stored, with
-12 KiB an SM under way forward at best. The backward's tile of these leaves no register free: on sm_80 up to 40 bytes a
-thread spill, which costs less than tiles of half the tokens would. Where B d / 32 is 132 or less and T is long, time is
-cut into 4 pieces or more (`fpexp.ops.pieces`), until there are up to 528 warps: a launch finds the product of a and the
-last state from zero of each piece, `carry` chains these, and a third launch runs each piece from its own state; the
-backward does the same the other way round.
+12 KiB an SM under way forward at best; the backward computes addresses again for each, which would fill the registers.
+Where B d / 32 is 132 or less and T is long, time is cut into 4 pieces or more (`fpexp.ops.pieces`), until there are up
+to 528 warps: a launch finds the product of a and the last state from zero of each piece, `carry` chains these, and a
+third launch runs each piece from its own state; the backward does the same the other way round.
 
 Roofline for an H200 (4.3 TB/s): with s bytes a number, forward 3 s B T d bytes and 2 B T d operations, backward 5 s B T
 d and 3 B T d. Operations never count. Floors in float32, half of that in bfloat16: B 8, T 2048, d 1536: forward 70 us,

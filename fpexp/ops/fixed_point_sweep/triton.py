@@ -164,13 +164,13 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
         "iterations": result.iterations,
         "residual": result.residual,
         "status": result.status,
-        "p": room(programs * plan.rows, count),
+        "p": room(2 * programs * plan.rows, count),
         "factors": room(programs * plan.rows, mixer.factor_room),
-        "s": room(programs * plan.rows, width),
+        "s": room(2 * programs * plan.rows, width),
         "vector": None if plan.block is None else room(programs * plan.rows, width),
     }
-    sizes = {"batch": batch, "length": length, "width": width, "N": N, "count": count, "steps": steps}
-    sizes |= {"rates": terms.A.shape[1], "factor_room": mixer.factor_room}
+    sizes = {"batch": batch, "length": length, "width": width, "N": N, "count": count}
+    sizes |= {"head": width // steps, "rates": terms.A.shape[1], "factor_room": mixer.factor_room}
     constants = {
         "mixer": mixer,
         "settings": settings,
@@ -189,13 +189,14 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
 
 # Kernels. Places of a sequence or token are 64-bit, places inside it are 32-bit. Lanes that are not there are 0
 # throughout; sequences that are not there are computed from whatever lies in memory, and nothing is written of them.
-# What does not change in the loop over tokens is computed again for each: kept, it would fill the registers.
+# What does not change in the loop over tokens is computed again for each: kept, it would fill the registers. So p and s
+# have two places for a sequence, which tokens take in turn: of one place the assembler would keep all addresses.
 
 
 @triton.jit
-def _step(p, channel, there, solving, steps, width, N, mixer: tl.constexpr):
+def _step(p, channel, there, solving, head, width, N, mixer: tl.constexpr):
     """Delta (rows, channels); 0, which leaves a state as it is, where nothing is solved."""
-    step = tl.load(p + mixer.coefficients + 2 * N + (channel // (width // steps))[None, :], there[None, :], other=0)
+    step = tl.load(p + mixer.coefficients + 2 * N + (channel // head)[None, :], there[None, :], other=0)
     return tl.where(solving[:, None] & there[None, :], softplus(step), 0)
 
 
@@ -216,7 +217,7 @@ def _decay(step, A, channel, there, n, N, rates):
 
 @triton.jit
 def _walk_states(
-    H, A, p, vector, unit, sequence, exists, solving, steps, width, N, rates,
+    H, A, p, vector, unit, sequence, exists, solving, head, width, N, rates,
     mixer: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
     """For states that are not in registers: vector = (exp(Delta A) H) c, or H = exp(Delta A) H + vector b^T."""
@@ -228,7 +229,7 @@ def _walk_states(
         state_present = present[:, :, None] & (n < N)[None, None, :]
         in_row = vector + sequence[:, None] * width + channel[None, :]
         in_state = H + sequence[:, None, None] * width * N + (channel[:, None] * N + n[None, :])[None, :, :]
-        step = _step(p, channel, there, solving, steps, width, N, mixer)
+        step = _step(p, channel, there, solving, head, width, N, mixer)
         state = _decay(step, A, channel, there, n, N, rates) * tl.load(in_state, state_present, other=0)
         if WRITE:
             state += tl.load(in_row, present, other=0)[:, :, None] * unit[:, None, :]
@@ -293,7 +294,7 @@ def _solve(
 @triton.jit(do_not_specialize=["batch", "length"])
 def _sweep(
     from_x, weight, x, A, D, norm_weight, norm_bias, carried, mask, H, value, iterations, residual, status,
-    p, factors, s, vector, batch, length, width, N, count, steps, rates, factor_room,
+    p, factors, s, vector, batch, length, width, N, count, head, rates, factor_room,
     mixer: tl.constexpr, settings: tl.constexpr, NORM_EPSILON: tl.constexpr, ROWS: tl.constexpr, STATES: tl.constexpr,
     BLOCK: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -307,7 +308,7 @@ def _sweep(
     state_present = present[:, :, None] & (n < N)[None, None, :]
     in_state = (channel[:, None] * N + n[None, :])[None, :, :]
     in_row = sequence[:, None] * width + channel[None, :]
-    tl.store(s + in_row, tl.load(carried + in_row, present, other=0), present)
+    tl.store(s + 2 * sequence[:, None] * width + channel[None, :], tl.load(carried + in_row, present, other=0), present)
     if BLOCK is None:
         state = tl.load(H + sequence[:, None, None] * width * N + in_state, state_present, other=0)
     tl.debug_barrier()
@@ -317,27 +318,28 @@ def _sweep(
         solving = exists
         if mask is not None:
             solving = exists & (tl.load(mask + at, exists, other=0) != 0)
-        p_t, factors_t = p + sequence[:, None] * count, factors + sequence[:, None] * factor_room
-        x_t, s_t = from_x + at[:, None] * count, s + sequence[:, None] * width
+        place = 2 * sequence[:, None] + t % 2
+        p_t, factors_t = p + place * count, factors + sequence[:, None] * factor_room
+        x_t, s_t = from_x + at[:, None] * count, s + place * width
         add_from_s(x_t, s_t, weight, p_t, exists[:, None], count, width, mixer, COLUMNS, DEPTH, PRECISION)
         tl.debug_barrier()
         make_factors(p_t, factors_t, mixer)
         tl.debug_barrier()
         b = _unit(p_t, mixer.coefficients, n, N, solving)
         c = _unit(p_t, mixer.coefficients + N, n, N, solving)
-        delta = _step(p_t, channel, real, solving, steps, width, N, mixer)
+        delta = _step(p_t, channel, real, solving, head, width, N, mixer)
         skip = tl.load(D + channel, real, other=0).to(COMPUTE)
         g = tl.sum(b * c, 1)[:, None] * delta + skip[None, :]
         gate = g
         if GATED:
-            z = tl.load(p_t + mixer.coefficients + 2 * N + steps + channel[None, :], real[None, :], other=0)
+            z = tl.load(p_t + mixer.coefficients + 2 * N + width // head + channel[None, :], real[None, :], other=0)
             gate = silu(z)
         if BLOCK is None:
             state = _decay(delta, A, channel, real, n, N, rates) * state
             base = tl.sum(state * c[:, None, :], 2)
         else:
             _walk_states(
-                H, A, p_t, vector, c, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES, False
+                H, A, p_t, vector, c, sequence, exists, solving, head, width, N, rates, mixer, BLOCK, STATES, False
             )  # fmt: skip
             tl.debug_barrier()
             base = tl.load(vector + in_row, present, other=0)
@@ -351,7 +353,7 @@ def _sweep(
             factors_t, x + in_token, base, g, gate, solving, present, real, scale, shift, width, NORM_EPSILON,
             mixer, settings, GATED,
         )  # fmt: skip
-        delta = _step(p_t, channel, real, solving, steps, width, N, mixer)  # again: registers were short meanwhile
+        delta = _step(p_t, channel, real, solving, head, width, N, mixer)  # again: registers were short meanwhile
         write = tl.where(solving[:, None], delta * mixed, 0)
         if BLOCK is None:
             state += write[:, :, None] * b[:, None, :]
@@ -360,10 +362,11 @@ def _sweep(
             tl.store(vector + in_row, write, present)
             tl.debug_barrier()
             _walk_states(
-                H, A, p_t, vector, b, sequence, exists, solving, steps, width, N, rates, mixer, BLOCK, STATES, True
+                H, A, p_t, vector, b, sequence, exists, solving, head, width, N, rates, mixer, BLOCK, STATES, True
             )  # fmt: skip
         tl.store(value + in_token, y, present)
-        tl.store(s + in_row, y, present)
+        following = 2 * sequence[:, None] + (t + 1) % 2
+        tl.store(s + following * width + channel[None, :], y, present)
         tl.store(iterations + at, done, exists)
         tl.store(residual + at, left, exists)
         tl.store(status + at, code, exists)
