@@ -30,6 +30,9 @@ _TYPES = {
 COMPUTE = {torch.float64: tl.float64}
 """What kernels compute in, by type of x; float32 for all else."""
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""The interpreter multiplies the bits of bfloat16 numbers, as if they were integers, and knows not all precisions."""
+
 
 @dataclass(frozen=True)
 class Usage:

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from fpexp.ops.l2norm import EPSILON
+from fpexp.ops.launch.triton import INTERPRETED
 from fpexp.ops.mixers import Columns, MixerForm
 
 _KINDS = {"householder": 0, "dplr": 1, "kronecker": 2}
@@ -34,9 +35,6 @@ _TINY = tl.constexpr(1e-15)
 
 STAGES = tl.constexpr(5)
 """Of the pipeline of weights: one block less is on its way while one is multiplied."""
-
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""The interpreter multiplies the bits of bfloat16 numbers, as if they were integers."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +182,7 @@ def add_from_s(
                 rows = tl.load(s + channel[None, :], inside & (channel < width)[None, :], other=0)
                 block = tl.load(weight + in_weight, (source >= 0)[None, :] & (channel < width)[:, None], other=0)
                 rows = rows.to(block.dtype)
-                if _INTERPRETED and block.dtype.primitive_bitwidth == 16:
+                if INTERPRETED and block.dtype.primitive_bitwidth == 16:
                     rows, block = rows.to(tl.float32), block.to(tl.float32)
                 total += tl.dot(rows, block, input_precision=PRECISION, out_dtype=total.dtype)
         tl.store(p + column[None, :], total, there)
