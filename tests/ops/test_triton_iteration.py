@@ -295,6 +295,17 @@ def test_many_sequences_settle(training: bool, monkeypatch: pytest.MonkeyPatch) 
     assert training or found.iterations.unique().numel() > 1
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5])
+def test_any_batch_runs_the_same_code(batch: int) -> None:
+    """Where a tensor does not begin at a multiple of 16 bytes, Triton compiles another kernel."""
+    problem = problem_of(layer_of(Householder(3, rank=1, a_max=0.5)), batch=batch, length=1)
+    settings = SOLVER._settings(Cap(1), training=True)
+    assert problem.form is not None
+    launch, *_ = iteration.prepare(problem._fused_terms(), problem.form, settings)
+    tensors = {name: value for name, value in launch.arguments.items() if isinstance(value, Tensor)}
+    assert [name for name, tensor in tensors.items() if tensor.data_ptr() % 16] == []
+
+
 def test_what_is_not_to_be_had_is_refused() -> None:
     class Half(Householder):
         def apply(self, factors: tuple[Tensor, ...], v: Tensor) -> Tensor:

@@ -55,12 +55,17 @@ class Mixer:
 
     @classmethod
     def of(cls, form: MixerForm, columns: Columns, width: int) -> Mixer:
-        """Return `form` at `width` channels; ValueError where the coefficients are not those of `form`."""
+        """Return `form` at `width` channels.
+
+        ValueError where the coefficients are not those of `form`, or weights on s more than 32-bit offsets reach.
+        """
         kronecker = form.kind == "kronecker"
         rows, row = form.sizes if kronecker else (1, width)
         counts = [n + n * (n + 1) // 2 for n in form.sizes] if kronecker else [form.sizes[0] * (width + 1)]
         if sum(counts) != columns.sizes[0]:
             raise ValueError(f"{form} has {sum(counts)} coefficients at width {width}, not {columns.sizes[0]}")
+        if sum(columns.from_s) * width > 2**31:
+            raise ValueError(f"{form} at width {width}: kernels take up to 2^31 weights on s, not all {columns.from_s}")
         return cls(
             kind=_KINDS[form.kind],
             size=form.sizes[0],
