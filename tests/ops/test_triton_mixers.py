@@ -129,6 +129,12 @@ def test_coefficients_of_nothing(mixer: ChannelMixer) -> None:
     assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
 
 
+def test_a_width_that_is_not_the_factors() -> None:
+    form = MixerForm("kronecker", (2, 3), 1.0)
+    with pytest.raises(ValueError, match="is of width 6, not 7"):
+        Mixer.of(form, Columns((14, 4, 4, 7, 0), (0, 0, 0, 0, 0)), 7)
+
+
 def test_more_weights_than_offsets_reach() -> None:
     """CASES.md 13: rank 8 at 16384 channels has 2^31 weights and some more for its 8 a_i."""
     form = MixerForm("householder", (8, 0), 1.0)

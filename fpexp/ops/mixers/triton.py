@@ -57,10 +57,13 @@ class Mixer:
     def of(cls, form: MixerForm, columns: Columns, width: int) -> Mixer:
         """Return `form` at `width` channels.
 
-        ValueError where the coefficients are not those of `form`, or weights on s more than 32-bit offsets reach.
+        ValueError where `form` has another width or other coefficients, or weights on s are more than 32-bit offsets
+        reach.
         """
         kronecker = form.kind == "kronecker"
         rows, row = form.sizes if kronecker else (1, width)
+        if rows * row != width:
+            raise ValueError(f"{form} is of width {rows * row}, not {width}")
         counts = [n + n * (n + 1) // 2 for n in form.sizes] if kronecker else [form.sizes[0] * (width + 1)]
         if sum(counts) != columns.sizes[0]:
             raise ValueError(f"{form} has {sum(counts)} coefficients at width {width}, not {columns.sizes[0]}")
