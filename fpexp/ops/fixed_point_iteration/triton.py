@@ -527,8 +527,10 @@ def _close(
 def _bits(number, lost):
     """Of numbers that are not negative: whole numbers in the same order, NaN after infinity."""
     if number.dtype == tl.float64:
-        return tl.where(lost, 0x7FF8000000000000, number.to(tl.int64, bitcast=True))
-    return tl.where(lost, 0x7FC00000, number.to(tl.int32, bitcast=True))
+        bits = tl.where(lost, 0x7FF8000000000000, number.to(tl.int64, bitcast=True))
+    else:  # not a second return, which would be compiled for either
+        bits = tl.where(lost, 0x7FC00000, number.to(tl.int32, bitcast=True))
+    return bits
 
 
 @triton.jit(noinline=True)
