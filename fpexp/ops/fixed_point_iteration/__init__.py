@@ -56,7 +56,7 @@ def iterate(
     if form is None:
         say_once("this layer has no fused iteration: it is iterated in plain torch")
         return None
-    terms.columns.check(terms.from_x, terms.weight, terms.x, terms.H.shape[-1])
+    terms.check()
     found: IterationResult | None = load("fixed_point_iteration", terms.x.device, backend).iterate(
         terms, form, settings
     )
