@@ -54,7 +54,8 @@ def iterate(
     if choose("fixed_point_iteration", terms.x.device, backend) == "reference":
         return None
     if form is None:
-        say_once("this layer has no fused iteration: it is iterated in plain torch")
+        if backend == "auto":
+            say_once("this layer has no fused iteration: it is iterated in plain torch")
         return None
     terms.check()
     found: IterationResult | None = load("fixed_point_iteration", terms.x.device, backend).iterate(

@@ -66,7 +66,8 @@ def sweep(
     if choose("fixed_point_sweep", terms.x.device, backend) == "reference":
         return None
     if form is None:
-        say_once("this layer has no fused sweep: it is solved token by token in plain torch")
+        if backend == "auto":
+            say_once("this layer has no fused sweep: it is solved token by token in plain torch")
         return None
     terms.check()
     found: SweepResult | None = load("fixed_point_sweep", terms.x.device, backend).sweep(terms, form, settings)
