@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fpexp.config.catalogue import conf_dir
 from fpexp.config.compose import compose, expand, measured_afterwards
 from fpexp.config.run import RunConfig
+from fpexp.errors import UserError
 from fpexp.known_runs import KnownRuns
 from fpexp.measurement import Measurement, parse_measurements, unmeasured
+from fpexp.reporting.layout import read_layout
 from fpexp.run_folder import RunFolder
 
 HYDRAS = ("hydra.", "hydra/")
@@ -42,7 +45,17 @@ def find_jobs(words: Sequence[str]) -> list[Job]:
         if experiment not in measurements:
             measurements[experiment] = parse_measurements(measured_afterwards(job), "sweep.evaluate")
         jobs.append(Job(job, config, measurements[experiment]))
+    for name in measurements:
+        _check_trains(name)
     return jobs
+
+
+def _check_trains(experiment: str | None) -> None:
+    """Refuse an experiment that is reported from benchmarks and not from runs."""
+    path = conf_dir() / "experiment" / f"{experiment}.yaml"
+    benchmarks = read_layout(path).benchmarks if path.is_file() else []
+    if benchmarks:
+        raise UserError(f"experiment={experiment} is not trained but measured: fpexp bench {' '.join(benchmarks)}")
 
 
 def look_up(jobs: Sequence[Job]) -> list[Standing]:
