@@ -10,6 +10,7 @@ from fpexp.config.run import RunConfig
 from fpexp.known_runs import KnownRuns
 from fpexp.measurement import Measurement, parse_measurements, unmeasured
 from fpexp.run_folder import RunFolder
+from fpexp.tracking.console import note
 
 HYDRAS = ("hydra.", "hydra/")
 
@@ -42,7 +43,19 @@ def find_jobs(words: Sequence[str]) -> list[Job]:
         if experiment not in measurements:
             measurements[experiment] = parse_measurements(measured_afterwards(job), "sweep.evaluate")
         jobs.append(Job(job, config, measurements[experiment]))
-    return jobs
+    return jobs if jobs[0].config.sweep.rerun else _distinct(jobs)
+
+
+def _distinct(jobs: Sequence[Job]) -> list[Job]:
+    """Leave out jobs that an earlier one has the numbers of: started at the same time, both would be run."""
+    from fpexp.build import settle
+
+    first: dict[str, Job] = {}
+    for job in jobs:
+        first.setdefault(settle(job.config)[0].fingerprint(), job)
+    if len(first) < len(jobs):
+        note(f"{len(jobs)} jobs, {len(first)} that differ in what decides their numbers: the others are left out")
+    return list(first.values())
 
 
 def look_up(jobs: Sequence[Job]) -> list[Standing]:
