@@ -178,7 +178,7 @@ def test_lines_that_are_no_rows_of_a_curve(tmp_path: Path, text: str) -> None:
     run = write_run(tmp_path, "one")
     run.curve.write_bytes(text.encode("latin-1"))
     assert summarise(run).state == "finished, unreadable curve"
-    with pytest.raises(UserError, match="curve.jsonl"):
+    with pytest.raises(UserError, match=r"curve\.jsonl"):
         read_curve(run)
 
 
