@@ -13,6 +13,7 @@ from fpexp.known_runs import KnownRuns
 from fpexp.measurement import Measurement, parse_measurements, unmeasured
 from fpexp.reporting.layout import read_layout
 from fpexp.run_folder import RunFolder
+from fpexp.tracking.console import note
 
 HYDRAS = ("hydra.", "hydra/")
 
@@ -47,7 +48,19 @@ def find_jobs(words: Sequence[str]) -> list[Job]:
         jobs.append(Job(job, config, measurements[experiment]))
     for name in measurements:
         _check_trains(name)
-    return jobs
+    return jobs if jobs[0].config.sweep.rerun else _distinct(jobs)
+
+
+def _distinct(jobs: Sequence[Job]) -> list[Job]:
+    """Leave out jobs that an earlier one has the numbers of: started at the same time, both would be run."""
+    from fpexp.build import settle
+
+    first: dict[str, Job] = {}
+    for job in jobs:
+        first.setdefault(settle(job.config)[0].fingerprint(), job)
+    if len(first) < len(jobs):
+        note(f"{len(jobs)} jobs, {len(first)} that differ in what decides their numbers: the others are left out")
+    return list(first.values())
 
 
 def _check_trains(experiment: str | None) -> None:

@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from fpexp.config.catalogue import GROUPS, check_choice, choices, conf_dir
 from fpexp.config.grid import grid_jobs
@@ -130,7 +131,7 @@ def _choose(lines: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
             selected = OmegaConf.to_container(config.hydra.runtime.choices)
     except MissingConfigException as error:
         raise UserError(_missing(error)) from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:  # YAMLError: of a file outside conf/
         raise UserError(_first_line(error)) from error
     return config, dict(selected)  # type: ignore[arg-type]
 
@@ -148,8 +149,8 @@ def _newest_file() -> int:
 
 def from_hydra(config: DictConfig, selected: dict[str, Any]) -> RunConfig:
     """Check what Hydra composed. `selected` are its runtime choices, group -> file."""
-    tree = {name: node for name, node in config.items() if name != "hydra"}
     try:
+        tree = {name: node for name, node in config.items() if name != "hydra"}
         raw = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(_first_line(error)) from error

@@ -93,6 +93,13 @@ def test_a_typo_in_a_row_names_the_whole_key(mine: Any) -> None:
             compose_jobs(mine(f"sweep:\n  grid:\n    - {{{row}}}\n"))
 
 
+def test_a_file_that_is_no_yaml_or_refers_to_nothing_is_said_in_a_line(mine: Any) -> None:
+    for text in ("seed: [1\n", "seed: 1\nseed: 2\n", "a: b: c\n", "seed: ${nowhere}\n", "results_dir: ${nowhere}\n"):
+        with pytest.raises(UserError) as caught:
+            compose_jobs(mine(text))
+        assert "\n" not in str(caught.value)
+
+
 def test_rows_times_words_and_the_grid_is_no_part_of_a_run(mine: Any) -> None:
     words = mine("sweep:\n  grid:\n    - {seed: 7, training.steps: '10,20'}\n    - {task: a5, model: lstm}\n")
     jobs = compose_jobs([*words, "training.lr=1e-3,2e-3"])

@@ -326,7 +326,6 @@ def test_nothing_unpickles() -> None:
             "torch.save(",
             "import pickle",
             "pickle.",
-            "import joblib",
             "joblib.load",
             "cloudpickle",
         ):
