@@ -66,10 +66,24 @@ class Measurement:
 
         return uses_solver(config.model) or not (self.solver or self.max_iterations or self.against)
 
+    def check(self, config: RunConfig) -> None:
+        """Raise a `UserError` where what is asked for makes no sense of a run with this config."""
+        if not self.fits(config):
+            name = next(name for name in ("solver", "max_iterations", "against") if getattr(self, name))
+            raise UserError(f"{name}= has no meaning for model={config.choices.model}, which solves no fixed point")
+        whole = TARGETS[self.solver] if self.solver else config.solver.target
+        if self.max_iterations and whole == TARGETS["sequential"]:
+            raise UserError(
+                "max_iterations= caps whole-sequence iterations, which the sequential solver does not make; "
+                "add solver=picard"
+            )
+        if self.against is not None and self.solver is None:
+            raise UserError("against= compares two solvers; name the other, such as solver=picard")
+
     def recorded(self, run: RunFolder) -> bool:
         """Tell whether the run has been measured just so."""
         settings = [path for path in (run.path / "evaluations").glob("*/settings.json") if _is_whole(path, self.file)]
-        return any(json.loads(path.read_text()) == self.asked() for path in settings)
+        return any(_read(path) == self.asked() for path in settings)
 
     def carry_out(self, run: RunFolder, device: str) -> tuple[list[dict[str, Any]], Path]:
         """Measure and record; return the rows and their folder."""
@@ -102,7 +116,7 @@ class Measurement:
         from fpexp.tasks import HeldOut, Streamed
         from fpexp.tracking.console import warn
 
-        self._check(run.config())
+        self.check(run.config())
         solver = None if self.solver is None else _solver(self.solver, run.config())
         loaded = load_run(run.path, results_dir="", device=device, checkpoint=self.checkpoint, solver=solver)
         for warning in loaded.warnings:
@@ -140,19 +154,6 @@ class Measurement:
             for row in length_curve(capped, settings.lengths, settings.samples, drawn):
                 yield {"kind": "iterations" if cap else "curve", **step, **about, **row}
 
-    def _check(self, config: RunConfig) -> None:
-        if not self.fits(config):
-            name = next(name for name in ("solver", "max_iterations", "against") if getattr(self, name))
-            raise UserError(f"{name}= has no meaning for model={config.choices.model}, which solves no fixed point")
-        whole = TARGETS[self.solver] if self.solver else config.solver.target
-        if self.max_iterations and whole == TARGETS["sequential"]:
-            raise UserError(
-                "max_iterations= caps whole-sequence iterations, which the sequential solver does not make; "
-                "add solver=picard"
-            )
-        if self.against is not None and self.solver is None:
-            raise UserError("against= compares two solvers; name the other, such as solver=picard")
-
 
 def parse_measurements(raw: Any, key: str) -> list[Measurement]:
     """Check a list of mappings, such as an experiment's sweep.evaluate; None stands for none."""
@@ -171,6 +172,14 @@ def _solver(name: str, config: RunConfig) -> Component:
         return config.solver
     kept: Mapping[str, Any] = config.solver.settings
     return Component(TARGETS[name], {k: kept[k] for k in ("tolerance", "tolerance_kind") if k in kept})
+
+
+def _read(settings: Path) -> Any:
+    """Return what was asked for; None where that cannot be read."""
+    try:
+        return json.loads(settings.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _is_whole(settings: Path, file: str) -> bool:

@@ -78,10 +78,12 @@ class RunFolder:
     def status(self) -> dict[str, Any]:
         """Return status.json; a run that says it is running while nobody holds its lock is `lost`."""
         try:
-            status: dict[str, Any] = dict(json.loads((self.path / "status.json").read_text()))
-        except (OSError, ValueError, TypeError):
+            status: Any = json.loads((self.path / "status.json").read_text())
+        except (OSError, ValueError, RecursionError):
+            status = None
+        if not isinstance(status, dict) or not isinstance(status.get("state"), str):
             return {"state": "unknown"}
-        if status.get("state") == "running" and not self._is_locked():
+        if status["state"] == "running" and not self._is_locked():
             status["state"] = "lost"
         return status
 
@@ -130,7 +132,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             rows.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number < len(lines):
                 raise UserError(f"line {number} of {path} is not JSON; mend or remove it") from error
     return rows

@@ -184,11 +184,12 @@ class CommandLine:
 
 
 def start(*words: str, cwd: Path, python: tuple[str, ...] = (), **environment: str) -> subprocess.Popen[str]:
-    """Start `fpexp` as a process of its own; `cwd` is importable there."""
+    """Start `fpexp` as a process of its own; `cwd` is importable there, beside what is so here."""
+    importable = [str(cwd), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         [sys.executable, *python, "-m", "fpexp", *words],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(cwd), **environment},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(importable), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

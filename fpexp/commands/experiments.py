@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fpexp.build import settle_for_device, uses_solver
 from fpexp.config.catalogue import choices, conf_dir
-from fpexp.config.compose import compose, expand
+from fpexp.config.compose import compose, expand, measured_afterwards
 from fpexp.config.quoting import shell_word
 from fpexp.config.run import RunConfig
 from fpexp.reporting.layout import read_layout
@@ -26,7 +26,9 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
         return Plan(name, description, _command(["bench", *layout.benchmarks, *where]), (), layout, paper)
     common = [f"experiment={name}", *words]
     jobs = []
-    for job in expand(common):
+    expanded = expand(common)
+    verb = ["train", "-m"] if measured_afterwards(expanded[0]) else ["train"]  # a sweep measures, also of one job
+    for job in expanded:
         shared = [word for word in common if word in job]  # not those that name several values
         own = [word for word in job if word not in shared]
         config = compose(job)
@@ -34,7 +36,7 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
             Job(
                 seed=config.seed,
                 settings={key: value for key, _, value in (word.partition("=") for word in own) if key != "seed"},
-                command=_command(["train", *shared, *own, *where]),
+                command=_command([*verb, *shared, *own, *where]),
                 config=config.to_dict(),
                 identities=identities(config),
             )

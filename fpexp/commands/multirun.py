@@ -24,7 +24,7 @@ from fpexp.errors import Interrupted, UserError, first_line
 from fpexp.known_runs import KnownRuns
 from fpexp.measurement import Measurement, parse_measurements, unmeasured
 from fpexp.reporting.figures import draw_curves
-from fpexp.reporting.store import read_curve
+from fpexp.reporting.store import Curve, read_curve
 from fpexp.run_folder import RunFolder
 from fpexp.sweep_folder import DONE, JobFolder, SweepFolder, own_words
 from fpexp.tracking.console import has_rich_terminal, note, print_table, warn
@@ -41,22 +41,27 @@ def run(words: list[str]) -> int:
         if take(words, key)[0] is not None:
             raise UserError(f"{key}= and -m do not go together; a sweep run again resumes what is missing")
     jobs = find_jobs(words)
-    _check_builds([job.config for job in jobs])
+    _check_builds(jobs)
     sweep = SweepFolder.create(Path(jobs[0].config.results_dir), [own_overrides(job.words) for job in jobs])
     waiting = _not_yet_done(sweep, jobs)
     signum = _carry_out(sweep, waiting) if waiting else None
     return _summarise(sweep, signum)
 
 
-def _check_builds(configs: Sequence[RunConfig]) -> None:
-    """Check that every job can be built; seeds make no difference to that."""
+def _check_builds(jobs: Sequence[Job]) -> None:
+    """Check that every job can be built and measured; seeds make no difference to that."""
     from fpexp.build import check
 
     checked: list[RunConfig] = []
-    for config in configs:
-        alike = config.replace(seed=0)
+    for job in jobs:
+        alike = job.config.replace(seed=0)
         if alike not in checked:
-            check(config)
+            experiment = check(job.config)
+            for measurement in job.measurements:
+                if measurement.fits(experiment.config):
+                    measurement.check(experiment.config)
+                    for length in measurement.lengths or ():
+                        experiment.task.check_length(length, "sweep.evaluate: lengths")
             checked.append(alike)
 
 
@@ -98,6 +103,7 @@ def _carry_out(sweep: SweepFolder, jobs: dict[int, Job]) -> int | None:
         )
         if kind == "JoblibLauncher":
             _say_threads(int(master.hydra.launcher.n_jobs), len(jobs), first.config.threads)
+        received: list[int] = []
         with watched(sweep, speak=isinstance(launcher, BasicLauncher) and not hidden):
             try:
                 if isinstance(launcher, BasicLauncher):
@@ -105,7 +111,7 @@ def _carry_out(sweep: SweepFolder, jobs: dict[int, Job]) -> int | None:
                         if not sweep.stopped:
                             launcher.launch([words], initial_job_idx=0)
                 elif kind == "JoblibLauncher":
-                    with _handing_on(sweep):
+                    with _handing_on(sweep, received):
                         launcher.launch(launched, initial_job_idx=0)
                 else:
                     launcher.launch(launched, initial_job_idx=0)
@@ -119,7 +125,7 @@ def _carry_out(sweep: SweepFolder, jobs: dict[int, Job]) -> int | None:
                 warn(f"the launcher has ended with {type(error).__name__}: {first_line(error)}")
             finally:
                 _close(sweep, apart=kind == "JoblibLauncher")
-    return None
+    return next(iter(received), None)
 
 
 def _say_threads(n_jobs: int, jobs: int, threads: int) -> None:
@@ -133,8 +139,10 @@ def _say_threads(n_jobs: int, jobs: int, threads: int) -> None:
 
 
 @contextmanager
-def _handing_on(sweep: SweepFolder) -> Iterator[None]:
+def _handing_on(sweep: SweepFolder, received: list[int]) -> Iterator[None]:
     """Hand the first signal on to the processes of the jobs, which save and end; the second has its usual effect.
+
+    It is added to `received`: a job that it ends before there is anything to save cannot tell of it.
 
     They are in groups of their own (`_apart`), so that a Ctrl-C of the terminal does not reach them a second time.
     """
@@ -146,6 +154,7 @@ def _handing_on(sweep: SweepFolder) -> Iterator[None]:
 
     def hand_on(signum: int, frame: FrameType | None) -> None:
         restore()
+        received.append(signum)
         sweep.stop()
         for job in sweep.jobs():
             if job["state"] == "running":
@@ -182,7 +191,7 @@ def run_job(hydra_config: Any, sweep_pid: int, hidden: bool) -> None:
     apart = os.getppid() == sweep_pid
     if apart:
         _apart(sweep_pid)
-    with _hidden(job) if hidden else _shown(job):
+    with _hidden(job) if hidden else _shown(job), _ended_by_sigterm():
         signum = _carry_out_job(job, hydra_config, dict(context.runtime.choices))
     if apart and os.getppid() != sweep_pid:
         os._exit(1)  # the sweep was killed; there is nobody to wait for
@@ -253,6 +262,23 @@ def _measure(config: RunConfig, job: JobFolder, end: dict[str, Any], wanted: lis
 
 
 @contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM interrupt a job before training, which saves first, has begun to listen to it."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise Interrupted(signum)
+
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # a launcher's own: a cluster's asks for the job again
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
 def _hidden(job: JobFolder) -> Iterator[None]:
     with job.log.open("a") as log, redirect_stdout(log), redirect_stderr(log):
         yield
@@ -298,7 +324,7 @@ def _summarise(sweep: SweepFolder, signum: int | None) -> int:
     note("")
     print_table("jobs", ["job", "overrides", "state", "time", "run or reason"], rows)
     done = [job for job in jobs if job["state"] in DONE]
-    curves = [read_curve(folder) for job in done if (folder := _find(job, sweep)) is not None]
+    curves = list(_curves(done, sweep))
     if curves:
         _show_curves(curves)
         draw_curves(curves, sweep.path / "curves.png")
@@ -311,14 +337,16 @@ def _summarise(sweep: SweepFolder, signum: int | None) -> int:
     return 0 if len(done) == len(jobs) else 1
 
 
-def _find(job: dict[str, Any], sweep: SweepFolder) -> RunFolder | None:
-    """Return the run of a job that is done; where it is recorded elsewhere its folder is named in full."""
-    with suppress(UserError):
-        return RunFolder.find(job.get("folder", job["run"]), sweep.path.parent.parent)
-    return None
+def _curves(jobs: Sequence[dict[str, Any]], sweep: SweepFolder) -> Iterator[Curve]:
+    """Yield those of jobs that are done; a run that is recorded elsewhere is named by its folder in full."""
+    for job in jobs:
+        try:
+            yield read_curve(RunFolder.find(job.get("folder", job["run"]), sweep.path.parent.parent))
+        except UserError as error:
+            warn(f"job {job['number']}: {error}")
 
 
-def _show_curves(curves: Sequence[Any]) -> None:
+def _show_curves(curves: Sequence[Curve]) -> None:
     lengths = sorted({row["length"] for curve in curves for row in curve.rows})
     for key, title, spec in (("token_accuracy", "token accuracy", ".3f"), ("perplexity", "perplexity", ".4g")):
         rows = []

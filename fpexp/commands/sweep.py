@@ -31,11 +31,14 @@ def run(arguments: list[str]) -> int:
     ]
     print_table("jobs", ["job", "overrides", "state", "run, reason or step"], rows)
     counts = Counter(_state(standing) for standing in found)
-    note(f"{len(jobs)} jobs: " + ", ".join(f"{count} {state}" for state, count in counts.items()))
+    note(
+        f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}: "
+        + ", ".join(f"{count} {state}" for state, count in counts.items())
+    )
     todo = [job for job, standing in zip(jobs, found, strict=True) if _is_wanting(standing)]
     if todo:
         note("one at a time:")
-        note("\n".join(f"  {_command('fpexp train', job.words)}" for job in todo))
+        note("\n".join(f"  {_command(_verb(job), job.words)}" for job in todo))
         note(f"all that is not done:\n  {_command('fpexp train -m', words)}")
     return 0
 
@@ -58,6 +61,11 @@ def _detail(job: Job, standing: Standing) -> str:
         steps = [row["step"] for row in read_rows(standing.run.metrics) if row.get("kind") == "train"]
         return f"{standing.run.id}: step {steps[-1] if steps else 0}/{job.config.training.steps}"
     return standing.run.id
+
+
+def _verb(job: Job) -> str:
+    """A sweep, also of one job, measures what its experiment wants to know afterwards."""
+    return "fpexp train -m" if job.measurements else "fpexp train"
 
 
 def _command(start: str, words: list[str]) -> str:

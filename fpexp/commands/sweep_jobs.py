@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fpexp.config.catalogue import conf_dir
 from fpexp.config.compose import compose, expand, measured_afterwards
 from fpexp.config.run import RunConfig
+from fpexp.errors import UserError
 from fpexp.known_runs import KnownRuns
 from fpexp.measurement import Measurement, parse_measurements, unmeasured
+from fpexp.reporting.layout import read_layout
 from fpexp.run_folder import RunFolder
+from fpexp.tracking.console import note
 
 HYDRAS = ("hydra.", "hydra/")
 
@@ -42,7 +46,29 @@ def find_jobs(words: Sequence[str]) -> list[Job]:
         if experiment not in measurements:
             measurements[experiment] = parse_measurements(measured_afterwards(job), "sweep.evaluate")
         jobs.append(Job(job, config, measurements[experiment]))
-    return jobs
+    for name in measurements:
+        _check_trains(name)
+    return jobs if jobs[0].config.sweep.rerun else _distinct(jobs)
+
+
+def _distinct(jobs: Sequence[Job]) -> list[Job]:
+    """Leave out jobs that an earlier one has the numbers of: started at the same time, both would be run."""
+    from fpexp.build import settle
+
+    first: dict[str, Job] = {}
+    for job in jobs:
+        first.setdefault(settle(job.config)[0].fingerprint(), job)
+    if len(first) < len(jobs):
+        note(f"{len(jobs)} jobs, {len(first)} that differ in what decides their numbers: the others are left out")
+    return list(first.values())
+
+
+def _check_trains(experiment: str | None) -> None:
+    """Refuse an experiment that is reported from benchmarks and not from runs."""
+    path = conf_dir() / "experiment" / f"{experiment}.yaml"
+    benchmarks = read_layout(path).benchmarks if path.is_file() else []
+    if benchmarks:
+        raise UserError(f"experiment={experiment} is not trained but measured: fpexp bench {' '.join(benchmarks)}")
 
 
 def look_up(jobs: Sequence[Job]) -> list[Standing]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +15,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from fpexp.config.catalogue import GROUPS, check_choice, choices, conf_dir
 from fpexp.config.grid import grid_jobs
@@ -106,22 +109,48 @@ def _compose_raw(overrides: Sequence[Override]) -> tuple[DictConfig, dict[str, A
         if not elsewhere:
             _check_group(override)
         _check_top_level(override)
+    plain = [override for override in overrides if _is_plain(override)]
+    lines = tuple(str(override.input_line) for override in overrides if override not in plain)
+    config, selected = _choose(lines) if elsewhere else _chosen(lines, _newest_file())
+    config = copy.deepcopy(config)
+    OmegaConf.set_struct(config, False)
+    for override in plain:
+        try:
+            OmegaConf.update(config, override.get_key_element().lstrip("+"), override.value(), force_add=True)
+        except OmegaConfBaseException as error:
+            raise UserError(f"cannot set '{override.input_line}': {_first_line(error)}") from error
+    return config, selected
+
+
+def _choose(lines: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
+    """Return what Hydra makes of choices of groups, and of what is its own."""
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="fpexp"):
-            config = hydra_compose(CONFIG_NAME, overrides=[_force(o) for o in overrides], return_hydra_config=True)
+            config = hydra_compose(CONFIG_NAME, overrides=list(lines), return_hydra_config=True)
             selected = OmegaConf.to_container(config.hydra.runtime.choices)
     except MissingConfigException as error:
         raise UserError(_missing(error)) from error
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:  # YAMLError: of a file outside conf/
         raise UserError(_first_line(error)) from error
     return config, dict(selected)  # type: ignore[arg-type]
 
 
+@functools.lru_cache(maxsize=256)
+def _chosen(lines: tuple[str, ...], newest: int) -> tuple[DictConfig, dict[str, Any]]:
+    """As `_choose`, once for the jobs of a sweep that differ in plain values alone: Hydra takes its time."""
+    return _choose(lines)
+
+
+def _newest_file() -> int:
+    """Return when conf/ has last changed, in ns."""
+    return max(path.stat().st_mtime_ns for path in conf_dir().rglob("*"))
+
+
 def from_hydra(config: DictConfig, selected: dict[str, Any]) -> RunConfig:
     """Check what Hydra composed. `selected` are its runtime choices, group -> file."""
-    tree = {name: node for name, node in config.items() if name != "hydra"}
     try:
+        tree = {name: node for name, node in config.items() if name != "hydra"}
         raw = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
     except OmegaConfBaseException as error:
         raise UserError(_first_line(error)) from error
@@ -140,10 +169,13 @@ def _force(override: Override) -> str:
     Hydra says of a typo only that the key can be added; the schema says which key was meant.
     """
     line = str(override.input_line)
+    return "++" + line.lstrip("+") if _is_plain(override) else line
+
+
+def _is_plain(override: Override) -> bool:
+    """Tell whether an override sets a value, and neither chooses a file nor takes away nor is Hydra's own."""
     is_group = override.key_or_group in GROUPS or override.package is not None
-    if is_group or override.is_delete() or str(override.key_or_group).startswith("hydra"):
-        return line
-    return "++" + line.lstrip("+")
+    return not (is_group or override.is_delete() or str(override.key_or_group).startswith("hydra"))
 
 
 def _check_group(override: Override) -> None:

@@ -13,6 +13,7 @@ LATER: Mapping[str, Mapping[str, Any]] = {
     "fpexp.models.fp_mamba": {"mlp_expand": 0.0, "decay": "exponential", "decay_scale": 8.0},
     "fpexp.channel_mixers.Householder": {"orthogonal": False},
     "fpexp.channel_mixers.DPLR": {"contractive": False, "orthogonal": False},
+    "fpexp.fixed_point.Picard": {"backend": "auto"},
 }
 """Settings that came after configs had been saved, with the values that stand for what there was before."""
 

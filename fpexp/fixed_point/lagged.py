@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fpexp.errors import UserError
 from fpexp.fixed_point.iterate import Stopping, iterate
-from fpexp.fixed_point.picard import Damped, Picard
+from fpexp.fixed_point.picard import Damped, DampedIteration
 from fpexp.fixed_point.types import Cap, LaggedProblem, Problem, SolveResult
 
 
@@ -69,7 +69,7 @@ class PairStopping(Stopping):
         return pair[..., : self.width], pair[..., self.width :]
 
 
-class Lagged(Picard):
+class Lagged(DampedIteration):
     """Whole-sequence solver without a scan: every token of (y, H) from the iterate before (paper's first version).
 
         H_t <- decay_t * H_{t-1}^{previous iterate} + write_t,   y_t <- read_t(H_t)

@@ -54,8 +54,8 @@ class Damped:
             self.delta, self.best, self.stalled = self.delta[rows], self.best[rows], self.stalled[rows]
 
 
-class Picard:
-    """Whole-sequence solver: every iteration evaluates f on all tokens (paper sec. 3.4)."""
+class DampedIteration:
+    """The settings of a whole-sequence solver that damps its iterates."""
 
     whole_sequence = True
 
@@ -69,12 +69,38 @@ class Picard:
         damping_decay: Damping = 0.9,
         patience: Count = 15,
         divergence_limit: Positive = 1e8,
-        backend: Literal["auto", "reference", "triton"] = "auto",
     ) -> None:
         self.tolerance, self.tolerance_kind = tolerance, tolerance_kind
         self.outlier_quantile = outlier_quantile
         self.damping, self.damping_decay, self.patience = damping, damping_decay, patience
-        self.divergence_limit, self.backend = divergence_limit, backend
+        self.divergence_limit = divergence_limit
+
+
+class Picard(DampedIteration):
+    """Whole-sequence solver: every iteration evaluates f on all tokens (paper sec. 3.4)."""
+
+    def __init__(
+        self,
+        *,
+        tolerance: Positive,
+        tolerance_kind: Literal["relative", "absolute"] = "relative",
+        outlier_quantile: Probability = 0.25,
+        damping: Damping = 1.0,
+        damping_decay: Damping = 0.9,
+        patience: Count = 15,
+        divergence_limit: Positive = 1e8,
+        backend: Literal["auto", "reference", "triton"] = "auto",
+    ) -> None:
+        super().__init__(
+            tolerance=tolerance,
+            tolerance_kind=tolerance_kind,
+            outlier_quantile=outlier_quantile,
+            damping=damping,
+            damping_decay=damping_decay,
+            patience=patience,
+            divergence_limit=divergence_limit,
+        )
+        self.backend = backend
 
     @torch.no_grad()
     def solve(self, problem: Problem, cap: Cap, *, training: bool) -> SolveResult:

@@ -89,9 +89,12 @@ def number(row: Mapping[str, Any], key: str) -> float | None:
             value = value[int(part)] if int(part) < len(value) else None
         else:
             value = value.get(part) if isinstance(value, Mapping) else None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value)
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an int beyond every float
+        return None
 
 
 def read_records(results_dir: Path, identify: Callable[[RunFolder], str]) -> list[Record]:
@@ -170,7 +173,7 @@ def _environment(run: RunFolder, problems: list[str]) -> dict[str, Any]:
     try:
         path = run.path / "environment.json"
         return dict(json.loads(path.read_text())["sittings"][-1]) if path.is_file() else {}
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         problems.append(f"its environment.json cannot be read: {first_line(error)}")
         return {}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fpexp.config.values import parse_value
-from fpexp.errors import UserError
+from fpexp.errors import UserError, first_line
 from fpexp.run_folder import RunFolder, read_rows
 
 
@@ -37,10 +37,10 @@ def summarise(run: RunFolder) -> RunSummary:
         return RunSummary(run.id, "?", "?", f"{state}, unreadable config", None, None, None, None)
     length = _longest_allowed(config)
     try:
-        rows = {row["length"]: row for row in read_rows(run.curve)}
+        rows = {row["length"]: row for row in _rows(run.curve)}
     except UserError:
         rows, state = {}, f"{state}, unreadable curve"
-    curve = {number: row["token_accuracy"] for number, row in rows.items()}
+    curve = {length: row.get("token_accuracy") for length, row in rows.items()}
     far = None if length is None else 4 * length
     return RunSummary(
         id=run.id,
@@ -72,7 +72,7 @@ def read_curve(run: RunFolder, path: Path | None = None) -> Curve:
     config = read_plain_config(run)
     if config is None:
         raise UserError(f"cannot read {run.path / 'config.yaml'}")
-    rows = sorted(read_rows(path or run.curve), key=lambda row: row["length"])
+    rows = sorted(_rows(path or run.curve), key=lambda row: row["length"])
     seen = [row["length"] for row in rows if row.get("seen_in_training")]
     return Curve(
         task=config["choices"]["task"],
@@ -88,10 +88,21 @@ def read_plain_config(run: RunFolder) -> dict[str, Any] | None:
     """Read the config as it stands, without the packages and the schema that made it; None where it is no config."""
     try:
         config = parse_value((run.path / "config.yaml").read_text(), "config.yaml")
-        config["choices"]["task"], config["choices"]["model"], config["seed"]
-    except (OSError, UserError, KeyError, TypeError, UnicodeDecodeError):
+        config["choices"]["task"], config["choices"]["model"], config["seed"], config["task"].get("lengths")
+    except (OSError, UserError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
         return None
     return dict(config)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a curve; a `UserError` where one is none."""
+    try:
+        rows = read_rows(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {first_line(error)}") from error
+    if not all(isinstance(row, dict) and isinstance(row.get("length"), int) for row in rows):
+        raise UserError(f"{path} has lines that are no rows of a curve; mend or remove them")
+    return rows
 
 
 def _longest_allowed(config: dict[str, Any]) -> int | None:

@@ -49,7 +49,8 @@ def check_place(folder: Path) -> None:
         raise UserError(f"out={folder} is not a folder of its own; name another one")
     if not folder.is_dir():
         return
-    own = {path for pattern in PATTERNS for path in folder.glob(pattern)}
+    is_report = all((folder / name).is_file() for name in ("report.md", "report.html"))  # not just a folder of figures
+    own = {path for pattern in PATTERNS for path in folder.glob(pattern)} if is_report else set()
     strange = sorted(path for path in folder.rglob("*") if path not in own and (path.is_symlink() or not path.is_dir()))
     if strange:
         raise UserError(

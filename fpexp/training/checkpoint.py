@@ -173,6 +173,11 @@ def step_of(path: Path) -> int:
 
 def load_newest(folder: Path, warnings: list[str]) -> Checkpoint:
     """Load the newest checkpoint that is whole; newer ones that are not are set aside, with a line in `warnings`."""
+    if not any(folder.glob("step_*")):
+        raise UserError(
+            f"no whole checkpoint in {folder}: the run was kept without its weights, or ended before its first one; it "
+            f"can be trained anew: fpexp train config={folder.parent / 'config.yaml'}"
+        )
     for path in _newest_first(folder):
         try:
             return read(path)

@@ -145,10 +145,11 @@ def test_commands_name_the_results_that_they_are_of(cli: CommandLine) -> None:
     assert "'results_dir=my results'" in line
 
 
-def test_a_value_that_is_no_number_is_left_out_and_said(report: CommandLine) -> None:
+@pytest.mark.parametrize("value", ["NaN", "1e999", str(10**400), '"x"'])
+def test_a_value_that_is_no_number_is_left_out_and_said(report: CommandLine, value: str) -> None:
     record(RESULTS, "whole", lstm(0), (1.0, 0.8, 0.5, 0.5))
     run = record(RESULTS, "broken", lstm(1), (1.0, None, 0.5, 0.5))
-    run.curve.write_text(run.curve.read_text().replace("null", "NaN"))
+    run.curve.write_text(run.curve.read_text().replace("null", value))
     answer = report()
     assert row_of("lstm")[2] == "0.800 (n=1)"
     assert "warning: runs/broken: not a number at length 4, left out: token_accuracy" in answer.err
@@ -171,9 +172,12 @@ def test_a_last_line_that_was_cut_short(report: CommandLine) -> None:
         ("curve.jsonl", "no\n{}\n", "its curve.jsonl cannot be read: line 1"),
         ("curve.jsonl", b"\xff\n", "its curve.jsonl cannot be read"),
         ("curve.jsonl", "[1]\n{}\n", "its curve.jsonl has lines that are no rows"),
+        ("curve.jsonl", "[" * 10**5 + "\n{}\n", "its curve.jsonl cannot be read: line 1"),
         ("metrics.jsonl", b"\xff\n", "its metrics.jsonl cannot be read"),
         ("environment.json", "[]", "its environment.json cannot be read"),
         ("status.json", "[1]", None),
+        ("status.json", "{}", None),
+        ("status.json", '{"state": ["finished"]}', None),
         ("status.json", None, None),
     ],
 )
@@ -244,6 +248,10 @@ def test_an_earlier_report_is_replaced_and_nothing_else_is(report: CommandLine) 
     report().refused("out=results/report holds notes.txt")
     assert digest(RESULTS / "report") == before
     Path("file").write_text("")
+    for name in ("csv/mine.csv", "figures/mine.png"):
+        (Path("paper") / name).parent.mkdir(parents=True)
+        (Path("paper") / name).write_text("precious")
+    report("out=paper").refused("out=paper holds csv/mine.csv")
     report("out=file").refused("out=file is not a folder")
     report("out=.").refused("out=. is not a folder")
     report("out=..").refused("out=.. is not a folder")

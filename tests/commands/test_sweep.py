@@ -336,3 +336,29 @@ def test_a_sweep_leaves_loggers_as_they_were(cli: CommandLine) -> None:
     assert cli("train", "-m", "task=a4", "model=lstm", *TINY).code == 0
     assert not logger.disabled
     assert logger.isEnabledFor(logging.WARNING)
+
+
+def test_jobs_with_the_same_numbers_are_run_once(cli: CommandLine) -> None:
+    answer = cli("train", "-m", "task=a4", "model=lstm", *TINY, "seed=0,0,1", "threads=1,2")
+    assert answer.code == 0, answer.err
+    assert "6 jobs, 2 that differ" in answer.out
+    assert "2 of 2 jobs are done" in answer.out
+    assert len(cli.runs()) == 2
+
+
+def test_what_cannot_be_measured_is_refused_before_the_first_starts(cli: CommandLine) -> None:
+    words = ["train", "-m", "task=a4", "model=fp_mamba_h", *TINY]
+    cli(*words, "sweep.evaluate=[{lengths: [5000]}]").refused("sweep.evaluate: lengths=5000")
+    cli(*words, "sweep.evaluate=[{against: sequential}]").refused("against=")
+    cli(*words, "solver=sequential", "sweep.evaluate=[{max_iterations: [2]}]").refused("solver=picard")
+    assert not Path("results/runs").exists()
+
+
+def test_a_curve_that_cannot_be_read_does_not_end_the_summary(cli: CommandLine) -> None:
+    words = ["train", "-m", "task=a4", "model=lstm", *TINY, "seed=0,1"]
+    cli(*words)
+    (cli.runs()[0].path / "curve.jsonl").write_text('{"length": "4"}\n3\n')
+    answer = cli(*words)
+    assert answer.code == 0, answer.err
+    assert "curve.jsonl has lines that are no rows of a curve" in answer.err
+    assert "2 of 2 jobs are done" in answer.out

@@ -142,3 +142,20 @@ def test_the_same_runs_come_out_one_by_one_and_at_once(cli: CommandLine, tmp_pat
     assert answer.code == 0
     assert states() == {0: "done before", 1: "done before"}
     assert json.loads((sweeps()[-1] / "0" / "job.json").read_text())["run"] in {run.id for run in cli.runs()}
+
+
+def test_sigterm_before_there_is_anything_to_save(
+    cli: CommandLine,
+    outside: list[str],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    Path("may-wait").touch()
+    process = start(*AT_ONCE, *outside, "model.behaviour=wait", "seed=0,1,2", cwd=tmp_path)
+    wait_for(lambda: any(Path("results").glob("sweeps/*/2/job.json")), process, timeout=150)
+    wait_for(lambda: "running" in states().values(), process, timeout=150)
+    process.send_signal(signal.SIGTERM)
+    answer = finish(process, timeout=100)
+    assert answer.code == 143, answer
+    assert "Traceback" not in answer.out + answer.err
+    assert "lost" not in states().values()
+    assert "interrupted" in states().values()

@@ -63,9 +63,9 @@ def test_a_run_of_another_process_is_running(cli: CommandLine) -> None:
     run = cli.train()
     run.write_status("running")
     words = ["task=a4", "model=lstm", *TINY]
-    assert "1 jobs: 1 lost" in cli("sweep", "status", *words).out
+    assert "1 job: 1 lost" in cli("sweep", "status", *words).out
     with run.lock():
-        assert "1 jobs: 1 running" in cli("sweep", "status", *words).out
+        assert "1 job: 1 running" in cli("sweep", "status", *words).out
         answer = cli("train", "-m", *words)
         assert answer.code == 1
         assert jobs(sweeps()[-1])[0]["state"] == "running elsewhere"
@@ -156,3 +156,15 @@ def test_evaluate_by_another_solver_under_a_cap_and_against_another(cli: Command
         assert row["distance_max"] == 0.0
         assert row["answers_alike"] == 1.0
         assert row["token_accuracy"] == row["token_accuracy_against"]
+
+
+def test_what_is_measured_and_not_trained_is_refused(cli: CommandLine) -> None:
+    for command in (["train", "-m"], ["sweep", "status"]):
+        answer = cli(*command, "experiment=table2_complexity")
+        assert answer.code == 2
+        assert "experiment=table2_complexity is not trained but measured: fpexp bench complexity" in answer.err
+
+
+def test_a_job_that_is_measured_afterwards_is_made_by_a_sweep_of_one(cli: CommandLine) -> None:
+    answer = cli("sweep", "status", "experiment=fig12_sequential_parallel", "sweep.recorded=null")
+    assert "fpexp train -m experiment=fig12_sequential_parallel sweep.recorded=null solver=auto" in answer.out

@@ -56,8 +56,10 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> Non
     assert {name for name in files if name.startswith("fpexp/conf/")} == conf
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "fpexp").rglob("*.py")}
     assert {name for name in files if name.endswith(".py")} == modules
-    page = {f"fpexp/reporting/page/page.{kind}" for kind in ("html", "css", "js")}
-    assert {name for name in files if not name.endswith((".py", ".yaml")) and "dist-info" not in name} == page
+    others = {f"fpexp/reporting/page/page.{kind}" for kind in ("html", "css", "js")} | {
+        "fpexp/bench/device/subjects.json"
+    }
+    assert {name for name in files if not name.endswith((".py", ".yaml")) and "dist-info" not in name} == others
 
 
 INSTALLED = f"""

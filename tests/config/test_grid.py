@@ -93,6 +93,13 @@ def test_a_typo_in_a_row_names_the_whole_key(mine: Any) -> None:
             compose_jobs(mine(f"sweep:\n  grid:\n    - {{{row}}}\n"))
 
 
+def test_a_file_that_is_no_yaml_or_refers_to_nothing_is_said_in_a_line(mine: Any) -> None:
+    for text in ("seed: [1\n", "seed: 1\nseed: 2\n", "a: b: c\n", "seed: ${nowhere}\n", "results_dir: ${nowhere}\n"):
+        with pytest.raises(UserError) as caught:
+            compose_jobs(mine(text))
+        assert "\n" not in str(caught.value)
+
+
 def test_rows_times_words_and_the_grid_is_no_part_of_a_run(mine: Any) -> None:
     words = mine("sweep:\n  grid:\n    - {seed: 7, training.steps: '10,20'}\n    - {task: a5, model: lstm}\n")
     jobs = compose_jobs([*words, "training.lr=1e-3,2e-3"])
@@ -132,24 +139,34 @@ def jobs_of(experiment: str, scale: str) -> list[RunConfig]:
     return compose_jobs([f"experiment={experiment}", f"scale={scale}"])
 
 
-@pytest.mark.parametrize("scale", list(choices("scale")))
 @pytest.mark.parametrize("experiment", choices("experiment"))
-def test_every_experiment_composes_and_builds_every_job_at_every_scale(experiment: str, scale: str) -> None:
-    jobs = jobs_of(experiment, scale)
-    assert {(job.choices.experiment, job.choices.scale) for job in jobs} == {(experiment, scale)}
+def test_every_experiment_composes_and_builds_every_job(experiment: str) -> None:
+    jobs = jobs_of(experiment, "cpu")
+    assert {(job.choices.experiment, job.choices.scale) for job in jobs} == {(experiment, "cpu")}
     for job in {job.replace(seed=0).fingerprint(): job for job in jobs}.values():
         check(job)
     assert len({job.fingerprint() for job in jobs}) == len(jobs)
     assert len(jobs) > 1 or experiment == "demo_a5"
 
 
+@pytest.mark.parametrize("scale", ["gpu", "paper"])
+@pytest.mark.parametrize("experiment", choices("experiment"))
+def test_every_model_of_an_experiment_builds_at_larger_scales(experiment: str, scale: str) -> None:
+    """One job of each, since Hydra takes its time for each."""
+    jobs = expand([f"experiment={experiment}", f"scale={scale}"])
+    groups = {tuple(word for word in job if word.startswith(("task=", "model="))): job for job in jobs}
+    for job in groups.values():
+        config = compose(job)
+        assert (config.choices.experiment, config.choices.scale) == (experiment, scale)
+        check(config)
+
+
 STUDIES_ITERATIONS = ("fig1_iterations", "fig3_mixers", "fig7_fig8_language", "fig11_cap", "table2_complexity")
 
 
-@pytest.mark.parametrize("scale", list(choices("scale")))
 @pytest.mark.parametrize("experiment", STUDIES_ITERATIONS)
-def test_what_studies_iterations_counts_those_of_whole_sequences(experiment: str, scale: str) -> None:
-    fixed_points = [job for job in jobs_of(experiment, scale) if job.choices.model.startswith("fp_")]
+def test_what_studies_iterations_counts_those_of_whole_sequences(experiment: str) -> None:
+    fixed_points = [job for job in jobs_of(experiment, "cpu") if job.choices.model.startswith("fp_")]
     assert fixed_points
     assert {job.choices.solver for job in fixed_points} == {"picard"}
 

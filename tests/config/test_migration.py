@@ -67,6 +67,7 @@ def test_later_settings_are_settings_and_what_conf_says() -> None:
     """A name that no component has, or a value that conf/ has not, would give old runs another fingerprint."""
     composed = [compose(["task=a4", f"model={name}"]).model for name in choices("model")]
     parts = [part for model in composed for part in (model, model.settings.get("channel_mixer")) if part is not None]
+    parts += [compose(["task=a4", "model=fp_mamba_k", f"solver={name}"]).solver for name in choices("solver")]
     for target, later in LATER.items():
         of_target = [part for part in parts if part.target == target]
         assert of_target, target

@@ -18,6 +18,7 @@ from fpexp.fixed_point.iterate import token_residual
 from fpexp.models.fp_mamba import FPMambaLayer
 from fpexp.models.fp_mamba_layer import Dependence
 from fpexp.models.fp_mamba_problem import FPMambaProblem
+from fpexp.ops.fixed_point_sweep import sweep
 
 SWITCHES = [Dependence(*on) for on in itertools.product([False, True], repeat=5)]
 
@@ -183,6 +184,12 @@ def test_a_form_that_does_not_fit_is_refused() -> None:
         solve(dataclasses.replace(problem, channel_mixer=DPLR(6, rank=3, a_max=1.0)), "cpu")
     with pytest.raises(ValueError, match="do not fit"):
         solve(dataclasses.replace(problem, from_x=problem.from_x[..., 1:]), "cpu")
+    terms = dataclasses.replace(problem._fused_terms(), mask=torch.ones(problem.x.shape[:2], dtype=torch.bool))
+    terms.check()
+    for name in ("A", "D", "y", "H", "mask"):
+        short = dataclasses.replace(terms, **{name: getattr(terms, name)[:-1]})
+        with pytest.raises(ValueError, match=f"FP-Mamba: {name} is"):
+            sweep(short, problem.form, Sequential(tolerance=0.1)._sweep_settings(), "cpu")
 
 
 def test_under_autocast_the_residual_is_that_of_the_evaluation() -> None:

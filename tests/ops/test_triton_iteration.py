@@ -6,6 +6,9 @@ On a GPU or in the interpreter, which takes milliseconds a token and iteration, 
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -293,6 +296,33 @@ def test_many_sequences_settle(training: bool, monkeypatch: pytest.MonkeyPatch) 
     x[:40], x[batch // 2 :: 2] = 0, 0
     found = assert_same(dataclasses.replace(problem, x=x), 3, training, tolerance=1e-2, outlier_quantile=0.2)
     assert training or found.iterations.unique().numel() > 1
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5])
+def test_any_batch_runs_the_same_code(batch: int) -> None:
+    """Where a tensor does not begin at a multiple of 16 bytes, Triton compiles another kernel."""
+    problem = problem_of(layer_of(Householder(3, rank=1, a_max=0.5)), batch=batch, length=1)
+    settings = SOLVER._settings(Cap(1), training=True)
+    assert problem.form is not None
+    launch, *_ = iteration.prepare(problem._fused_terms(), problem.form, settings)
+    tensors = {name: value for name, value in launch.arguments.items() if isinstance(value, Tensor)}
+    assert [name for name, tensor in tensors.items() if tensor.data_ptr() % 16] == []
+
+
+COMPILE = """
+import torch
+from fpexp.bench.launches import KERNELS, Shape
+
+torch.set_default_dtype(torch.float64)
+KERNELS["iteration_h"].launches(Shape(2, 5, 6, 4), torch.float64)["iteration"].compile(90)
+"""
+
+
+def test_float64_compiles_for_a_gpu_that_is_not_there() -> None:
+    """What the interpreter runs need not compile; in a process of its own, for it compiles nothing."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    told = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
 
 
 def test_what_is_not_to_be_had_is_refused() -> None:

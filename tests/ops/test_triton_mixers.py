@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.testing import assert_close
 
 from fpexp.channel_mixers import DPLR, ChannelMixer, Householder, Kronecker
-from fpexp.ops.mixers import Columns
+from fpexp.ops.mixers import Columns, MixerForm
 from fpexp.ops.mixers import triton as mixers
 from fpexp.ops.mixers.triton import Mixer, precision
 
@@ -127,6 +127,21 @@ def test_coefficients_of_nothing(mixer: ChannelMixer) -> None:
     given = (torch.zeros_like(from_x), torch.zeros_like(s), weight, x)
     found, right = mix(mixer, columns, *given)[1], expected(mixer, columns, *given)[1]
     assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+
+
+def test_a_width_that_is_not_the_factors() -> None:
+    form = MixerForm("kronecker", (2, 3), 1.0)
+    with pytest.raises(ValueError, match="is of width 6, not 7"):
+        Mixer.of(form, Columns((14, 4, 4, 7, 0), (0, 0, 0, 0, 0)), 7)
+
+
+def test_more_weights_than_offsets_reach() -> None:
+    """CASES.md 13: rank 8 at 16384 channels has 2^31 weights and some more for its 8 a_i."""
+    form = MixerForm("householder", (8, 0), 1.0)
+    coefficients = 8 * 16385
+    Mixer.of(form, Columns((coefficients, 16, 16, 16384, 0), (0, 16, 16, 16384, 0)), 16384)
+    with pytest.raises(ValueError, match="kernels take up to 2\\^31 weights on s"):
+        Mixer.of(form, Columns((coefficients, 16, 16, 16384, 0), (coefficients, 0, 0, 0, 0)), 16384)
 
 
 @triton.jit

@@ -73,7 +73,7 @@ def test_summary_says_none_where_nothing_was_measured(tmp_path: Path) -> None:
         ("{", "unknown"),
         ('{"state": "running"}', "lost"),
         ('{"state": "interrupted"}', "interrupted"),
-        ("{}", "None"),
+        ("{}", "unknown"),
     ],
 )
 def test_state_of_a_broken_or_lost_run(tmp_path: Path, status: str | None, state: str) -> None:
@@ -171,3 +171,19 @@ def test_reporting_reads_results_without_torch(tmp_path: Path) -> None:
     assert answer.code == 0, answer.err
     assert "import False" in answer.out
     assert "use False" in answer.out
+
+
+@pytest.mark.parametrize("text", ["3\n{}\n", '{"token_accuracy": 1}\n{}\n', '{"length": "4"}\n', "\xff\n"])
+def test_lines_that_are_no_rows_of_a_curve(tmp_path: Path, text: str) -> None:
+    run = write_run(tmp_path, "one")
+    run.curve.write_bytes(text.encode("latin-1"))
+    assert summarise(run).state == "finished, unreadable curve"
+    with pytest.raises(UserError, match=r"curve\.jsonl"):
+        read_curve(run)
+
+
+def test_a_config_without_a_task(tmp_path: Path) -> None:
+    run = write_run(tmp_path, "one")
+    path = run.path / "config.yaml"
+    path.write_text(path.read_text().replace("\ntask:", "\ntask: 3\nx:").replace("task:\n", "task: 3\nx:\n", 1))
+    assert summarise(run).state == "finished, unreadable config"

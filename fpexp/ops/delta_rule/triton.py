@@ -52,7 +52,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fpexp.ops.launch.triton import COMPUTE, Launch
+from fpexp.ops.launch.triton import COMPUTE, INTERPRETED, Launch, run_all
 
 _LEAST = 16
 """Rows and columns of a product at least."""
@@ -97,7 +97,7 @@ def delta_rule(
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in arguments):
         return cast(tuple[Tensor, Tensor], _DeltaRule.apply(*arguments))
     o, S, _, steps = forward(Problem.of(*arguments))
-    _run(steps)
+    run_all(steps)
     return o, S
 
 
@@ -113,11 +113,6 @@ def launches(
     problem = Problem.of(q.to(v.dtype), k.to(v.dtype), v, beta, log_decay, state)
     o, S, kept, steps = forward(problem)
     return steps | {f"{name}, back": step for name, step in backward(problem, kept, o, S)[1].items()}
-
-
-def _run(steps: dict[str, Launch]) -> None:
-    for step in steps.values():
-        step.run()
 
 
 def _power(size: int) -> int:
@@ -269,7 +264,7 @@ class _DeltaRule(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         problem = Problem.of(*arguments)
         o, S, kept, steps = forward(problem)
-        _run(steps)
+        run_all(steps)
         ctx.save_for_backward(*problem, kept)
         ctx.set_materialize_grads(False)
         return o, S
@@ -283,12 +278,9 @@ class _DeltaRule(torch.autograd.Function):
             grad_o = problem.v.new_zeros(*problem.q.shape[:3], problem.v.shape[-1])
         grad_S = None if grad_S is None else grad_S.contiguous()
         gradients, steps = backward(problem, kept, grad_o.contiguous(), grad_S)
-        _run(steps)
+        run_all(steps)
         return tuple(gradients)
 
-
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""The interpreter multiplies the bits of bfloat16 numbers, as if they were integers, and knows not all precisions."""
 
 # Kernels. The place of a chunk is 64-bit, places inside it are 32-bit. i and j are a chunk's steps as rows and as
 # columns. A step past the end has beta and k 0: it changes no state.
@@ -298,7 +290,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 def _product(a, b, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
     if PRECISION == "bf16":
         a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
-    if _INTERPRETED:
+    if INTERPRETED:
         product = tl.dot(a.to(COMPUTE), b.to(COMPUTE), input_precision="ieee", out_dtype=COMPUTE)
     elif PRECISION == "bf16":
         product = tl.dot(a, b, out_dtype=COMPUTE)
@@ -466,6 +458,7 @@ def _backward(
         later = _log_decays(log_decay, sequence, head, first + 1, length, heads, n, STEPS, COMPUTE)
         until = tl.exp(tl.cumsum(tl.where(i < STEPS - 1, later, 0), 0, reverse=True))
         dU = until[:, None] * dU + _load(residuals + at * V, i * heads * V, value, inside, value < V, COMPUTE)
+        tl.debug_barrier()  # before any thread writes dR over what another has yet to load
         T = tl.load(inverse + program * STEPS * STEPS + square)
         dR = _product(tl.trans(T), dU, COMPUTE, SQUARE)
         _store(residuals + at * V, i * heads * V, value, inside, value < V, dR)

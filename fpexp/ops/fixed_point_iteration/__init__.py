@@ -54,9 +54,10 @@ def iterate(
     if choose("fixed_point_iteration", terms.x.device, backend) == "reference":
         return None
     if form is None:
-        say_once("this layer has no fused iteration: it is iterated in plain torch")
+        if backend == "auto":
+            say_once("this layer has no fused iteration: it is iterated in plain torch")
         return None
-    terms.columns.check(terms.from_x, terms.weight, terms.x, terms.H.shape[-1])
+    terms.check()
     found: IterationResult | None = load("fixed_point_iteration", terms.x.device, backend).iterate(
         terms, form, settings
     )

@@ -44,7 +44,7 @@ factor of two is expected there for Householder.
 
 Compiled for sm_80, sm_90 and sm_100: 122 to 128 registers and 48 kB of shared memory, two programs to a multiprocessor,
 with weights of 16 bits; 162 to 254 registers and one program with float32 weights, and for Kronecker at d 2048. No
-spills.
+spills at the sizes of `fpexp.bench.launches`; at a width of 33, which no vector load divides, 88 bytes a thread.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ from fpexp.ops.mixers.triton import (
     silu,
     softplus,
 )
+from fpexp.ops.pieces.triton import MULTIPROCESSORS
 from fpexp.status import Status
 
 AHEAD = 4
@@ -104,8 +105,8 @@ _LARGEST = 8192
 _PAIRED = 1024
 """Numbers of a Kronecker factor at most where two programs have room; more would spill."""
 
-_MULTIPROCESSORS = 132
-"""Where there is no GPU to ask: an H200's."""
+_ALIGNED = 4
+"""Places of numbers of a sequence come in so many, 16 bytes at least: all begin where a compiler knows it."""
 
 _CONVERGED, _UNCONVERGED, _DIVERGED, _NON_FINITE = (
     tl.constexpr(int(status)) for status in (Status.CONVERGED, Status.UNCONVERGED, Status.DIVERGED, Status.NON_FINITE)
@@ -221,12 +222,13 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: IterationSettings) -> 
     def room(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return terms.x.new_empty(shape, dtype=dtype)
 
-    zeros = terms.x.new_zeros(4 + 2 * batch + tiles * blocks, dtype=torch.int32)
-    control, frozen, stalled, passed = zeros.split([4, batch, batch, tiles * blocks])
-    worst, largest = terms.x.new_zeros(2, batch, dtype=bits)
-    y, f = room(2, 2, batch, length, width)
-    residual, delta, best = room(3, batch)
-    iterations, status = room(2, batch, dtype=torch.long)
+    places = _ALIGNED * triton.cdiv(batch, _ALIGNED)
+    zeros = terms.x.new_zeros(4 + 2 * places + tiles * blocks, dtype=torch.int32)
+    control, frozen, stalled, passed = zeros.split([4, places, places, tiles * blocks])
+    worst, largest = terms.x.new_zeros(2, places, dtype=bits)
+    y, f = room(2, batch, length, width), room(2, batch, length, width)
+    residual, delta, best = room(3, places)
+    iterations, status = room(2, places, dtype=torch.long)
     norm_weight, norm_bias, _ = terms.norm or (None, None, 0.0)
     given = {
         "from_x": terms.from_x,
@@ -273,15 +275,16 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: IterationSettings) -> 
     }
 
     def result() -> IterationResult:
-        value = torch.where((iterations % 2 == 1)[:, None, None], y[1], y[0])
-        return IterationResult(value, iterations, residual, status)
+        of_sequences = (found[:batch] for found in (iterations, residual, status))
+        value = torch.where((iterations[:batch] % 2 == 1)[:, None, None], y[1], y[0])
+        return IterationResult(value, *of_sequences)
 
     return Launch(_iteration, programs, _WARPS, arguments, _REGISTERS if pairs else None), result, control[1]
 
 
 def _multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
-        return _MULTIPROCESSORS
+        return MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -524,8 +527,10 @@ def _close(
 def _bits(number, lost):
     """Of numbers that are not negative: whole numbers in the same order, NaN after infinity."""
     if number.dtype == tl.float64:
-        return tl.where(lost, 0x7FF8000000000000, number.to(tl.int64, bitcast=True))
-    return tl.where(lost, 0x7FC00000, number.to(tl.int32, bitcast=True))
+        bits = tl.where(lost, 0x7FF8000000000000, number.to(tl.int64, bitcast=True))
+    else:  # not a second return, which would be compiled for either
+        bits = tl.where(lost, 0x7FC00000, number.to(tl.int32, bitcast=True))
+    return bits
 
 
 @triton.jit(noinline=True)

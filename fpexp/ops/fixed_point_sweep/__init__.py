@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fpexp.ops.backend import choose, load, say_once
 from fpexp.ops.mixers import Columns, MixerForm
+from fpexp.ops.shapes import check_shapes
 from fpexp.ops.sweep import SweepResult, SweepSettings
 
 
@@ -38,6 +39,22 @@ class SweepTerms:
     mask: Tensor | None
     keep: bool = False
 
+    def check(self) -> None:
+        """Raise a ValueError where tensors do not fit: kernels do not look where they read."""
+        (batch, length, width), N = self.x.shape, self.H.shape[-1]
+        self.columns.check(self.from_x, self.weight, self.x, N)
+        scale, shift, _ = self.norm or (None, None, 0.0)
+        shapes = {
+            "A": (self.A, (width, 1 if self.A.shape[-1] == 1 else N)),
+            "D": (self.D, (width,)),
+            "the norm's weight": (scale, (width,)),
+            "the norm's bias": (shift, (width,)),
+            "y": (self.y, (batch, 1, width)),
+            "H": (self.H, (batch, width, N)),
+            "mask": (self.mask, (batch, length)),
+        }
+        check_shapes("FP-Mamba", shapes)
+
 
 def sweep(
     terms: SweepTerms, form: MixerForm | None, settings: SweepSettings, backend: str = "auto"
@@ -49,8 +66,9 @@ def sweep(
     if choose("fixed_point_sweep", terms.x.device, backend) == "reference":
         return None
     if form is None:
-        say_once("this layer has no fused sweep: it is solved token by token in plain torch")
+        if backend == "auto":
+            say_once("this layer has no fused sweep: it is solved token by token in plain torch")
         return None
-    terms.columns.check(terms.from_x, terms.weight, terms.x, terms.H.shape[-1])
+    terms.check()
     found: SweepResult | None = load("fixed_point_sweep", terms.x.device, backend).sweep(terms, form, settings)
     return found

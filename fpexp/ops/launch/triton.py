@@ -30,6 +30,9 @@ _TYPES = {
 COMPUTE = {torch.float64: tl.float64}
 """What kernels compute in, by type of x; float32 for all else."""
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""The interpreter multiplies the bits of bfloat16 numbers, as if they were integers, and knows not all precisions."""
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -64,7 +67,8 @@ class Launch:
     def compile(self, capability: int) -> Usage:
         """Compile for sm_`capability` as `run` would: whole numbers that 16 divides, and 1, are known to the compiler.
 
-        Not in a process with TRITON_INTERPRET=1, where there are no kernels to compile.
+        Tensors are taken to begin at multiples of 16 bytes, as torch allocates them; a view that does not makes `run`
+        compile another. Not in a process with TRITON_INTERPRET=1, where there are no kernels to compile.
         """
         target = GPUTarget("cuda", capability, 32)
         compiled = triton.compile(self._source(), target=target, options=self._options)

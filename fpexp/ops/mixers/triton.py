@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 
 from fpexp.ops.l2norm import EPSILON
+from fpexp.ops.launch.triton import INTERPRETED
 from fpexp.ops.mixers import Columns, MixerForm
 
 _KINDS = {"householder": 0, "dplr": 1, "kronecker": 2}
@@ -34,9 +35,6 @@ _TINY = tl.constexpr(1e-15)
 
 STAGES = tl.constexpr(5)
 """Of the pipeline of weights: one block less is on its way while one is multiplied."""
-
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""The interpreter multiplies the bits of bfloat16 numbers, as if they were integers."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +55,20 @@ class Mixer:
 
     @classmethod
     def of(cls, form: MixerForm, columns: Columns, width: int) -> Mixer:
-        """Return `form` at `width` channels; ValueError where the coefficients are not those of `form`."""
+        """Return `form` at `width` channels.
+
+        ValueError where `form` has another width or other coefficients, or weights on s are more than 32-bit offsets
+        reach.
+        """
         kronecker = form.kind == "kronecker"
         rows, row = form.sizes if kronecker else (1, width)
+        if rows * row != width:
+            raise ValueError(f"{form} is of width {rows * row}, not {width}")
         counts = [n + n * (n + 1) // 2 for n in form.sizes] if kronecker else [form.sizes[0] * (width + 1)]
         if sum(counts) != columns.sizes[0]:
             raise ValueError(f"{form} has {sum(counts)} coefficients at width {width}, not {columns.sizes[0]}")
+        if sum(columns.from_s) * width > 2**31:
+            raise ValueError(f"{form} at width {width}: kernels take up to 2^31 weights on s, not all {columns.from_s}")
         return cls(
             kind=_KINDS[form.kind],
             size=form.sizes[0],
@@ -184,7 +190,7 @@ def add_from_s(
                 rows = tl.load(s + channel[None, :], inside & (channel < width)[None, :], other=0)
                 block = tl.load(weight + in_weight, (source >= 0)[None, :] & (channel < width)[:, None], other=0)
                 rows = rows.to(block.dtype)
-                if _INTERPRETED and block.dtype.primitive_bitwidth == 16:
+                if INTERPRETED and block.dtype.primitive_bitwidth == 16:
                     rows, block = rows.to(tl.float32), block.to(tl.float32)
                 total += tl.dot(rows, block, input_precision=PRECISION, out_dtype=total.dtype)
         tl.store(p + column[None, :], total, there)

@@ -10,15 +10,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""The interpreter multiplies the bits of bfloat16 numbers, as if they were integers."""
+from fpexp.ops.launch.triton import INTERPRETED
 
 
 @triton.jit
 def _product(a, b, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
     if PRECISION == "bf16":
         a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        if _INTERPRETED:
+        if INTERPRETED:
             a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="tf32" if PRECISION == "bf16" else PRECISION, out_dtype=COMPUTE)
 
