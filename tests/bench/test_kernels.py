@@ -17,7 +17,12 @@ from fpexp.bench.context import Context, child_environment
 from fpexp.bench.launches import KERNELS, SCALES, Shape
 from fpexp.errors import UserError
 
-SPILLS = {"sweep_k sweep, bfloat16": 24, "sweep_k sweep, float32": 24}
+SPILLS = {
+    "sweep_k sweep, bfloat16": 24,
+    "sweep_k sweep, float32": 24,
+    "delta_rule states, back, bfloat16": 16,
+    "delta_product states, back, bfloat16": 16,
+}
 """Bytes of a thread at most; none on sm_90."""
 
 
