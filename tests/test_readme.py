@@ -12,7 +12,7 @@ import yaml
 
 from fpexp.build import check
 from fpexp.cli import COMMANDS, main
-from fpexp.config.compose import compose, compose_jobs
+from fpexp.config.compose import compose, compose_jobs, expand
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -106,15 +106,18 @@ def test_the_rows_of_other_tasks_are_recorded_runs(task: str, key: str, more: li
     assert {(name, *cells[-len(lengths) - len(more) :]) for name, *cells in rows} <= recorded
 
 
-def test_the_model_of_ones_own_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_and_the_experiment_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
-    (config,) = re.findall(r"^```yaml\n(.*?)^```", README, flags=re.M | re.S)
+    model, experiment = re.findall(r"^```yaml\n(.*?)^```", README, flags=re.M | re.S)
     (tmp_path / "my_package.py").write_text(code)
-    (tmp_path / "conf/model").mkdir(parents=True)
-    (tmp_path / "conf/model/mine.yaml").write_text(config)
+    for group, name, config in (("model", "mine", model), ("experiment", "depth", experiment)):
+        (tmp_path / "conf" / group).mkdir(parents=True)
+        (tmp_path / "conf" / group / f"{name}.yaml").write_text(config)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (line,) = [line for line in LINES if "hydra.searchpath" in line]
     words = shlex.split(line.replace("/path/to/my/conf", str(tmp_path / "conf")))[1:]
     small = ["training.steps=2", "training.batch_size=4", "evaluation.samples=4", "evaluation.validation_samples=4"]
     assert main([*words, *small]) == 0
+    (search,) = [word for word in words if "hydra.searchpath" in word]
+    assert len(expand(["experiment=depth", search])) == 4

@@ -88,8 +88,9 @@ def test_lines_where_there_is_no_terminal(
 def test_on_a_terminal_the_table_is_live_and_the_jobs_print_into_their_logs(tmp_path: Path) -> None:
     """The whole command on a pseudo-terminal: one table, no bar of a job, a summary at the end."""
     leader, follower = pty.openpty()
+    longer = ["training.steps=1500", "training.log_every=500"]  # than it takes the table to be drawn anew
     process = subprocess.Popen(
-        [sys.executable, "-m", "fpexp", "train", "-m", "task=a4", "model=lstm", "seed=0,1", *TINY],
+        [sys.executable, "-m", "fpexp", "train", "-m", "task=a4", "model=lstm", "seed=0,1", *TINY, *longer],
         cwd=tmp_path,
         env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "30"},
         stdout=follower,
@@ -110,7 +111,7 @@ def test_on_a_terminal_the_table_is_live_and_the_jobs_print_into_their_logs(tmp_
     assert "of 2 jobs done" in text
     assert "running" in text
     assert "2 of 2 jobs are done" in text
-    assert "step 1/6  loss" not in text
+    assert "/1500  loss" not in text
     (sweep,) = (tmp_path / "results" / "sweeps").iterdir()
     for number in (0, 1):
-        assert "step 6/6  loss" in (sweep / str(number) / "log.txt").read_text()
+        assert "step 1500/1500  loss" in (sweep / str(number) / "log.txt").read_text()
