@@ -52,7 +52,7 @@ def trap(
                 sys.exit(0)
         if calls >= 3 and behaviour == "wait" and Path("may-wait").exists():
             Path("waiting").touch()
-            time.sleep(0.1)
+            time.sleep(2)  # long enough for a signal to find it waiting, on a loaded machine too
         return forward(*inputs)
 
     model.forward = misbehaving
