@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fpexp.build import settle_for_device, uses_solver
-from fpexp.config.catalogue import choices, conf_dir
+from fpexp.config.catalogue import choice_file, choices
 from fpexp.config.compose import compose, expand, measured_afterwards
 from fpexp.config.quoting import shell_word
 from fpexp.config.run import RunConfig
+from fpexp.config.search_path import own_folders
 from fpexp.reporting.layout import read_layout
 from fpexp.reporting.outcome import Job, Plan
 from fpexp.reporting.paper import read_paper
@@ -18,8 +19,9 @@ from fpexp.run_folder import RunFolder
 
 def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
     """Compose an experiment's jobs, with further words as for train. A `UserError` where that cannot be done."""
-    layout = read_layout(conf_dir() / "experiment" / f"{name}.yaml")
-    description = choices("experiment")[name].removesuffix(" (-m)")
+    folders = own_folders(words)
+    layout = read_layout(choice_file("experiment", name, folders))
+    description = choices("experiment", folders)[name].removesuffix(" (-m)")
     paper = read_paper(results_dir, name)
     where = [f"results_dir={results_dir}"] if results_dir != Path("results") else []
     if layout.benchmarks:

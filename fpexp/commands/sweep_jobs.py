@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fpexp.config.catalogue import conf_dir
+from fpexp.config.catalogue import choice_file
 from fpexp.config.compose import compose, expand, measured_afterwards
 from fpexp.config.run import RunConfig
+from fpexp.config.search_path import own_folders
 from fpexp.errors import UserError
 from fpexp.known_runs import KnownRuns
 from fpexp.measurement import Measurement, parse_measurements, unmeasured
@@ -47,7 +48,8 @@ def find_jobs(words: Sequence[str]) -> list[Job]:
             measurements[experiment] = parse_measurements(measured_afterwards(job), "sweep.evaluate")
         jobs.append(Job(job, config, measurements[experiment]))
     for name in measurements:
-        _check_trains(name)
+        if name is not None:
+            _check_trains(name, words)
     return jobs if jobs[0].config.sweep.rerun else _distinct(jobs)
 
 
@@ -63,10 +65,9 @@ def _distinct(jobs: Sequence[Job]) -> list[Job]:
     return list(first.values())
 
 
-def _check_trains(experiment: str | None) -> None:
+def _check_trains(experiment: str, words: Sequence[str]) -> None:
     """Refuse an experiment that is reported from benchmarks and not from runs."""
-    path = conf_dir() / "experiment" / f"{experiment}.yaml"
-    benchmarks = read_layout(path).benchmarks if path.is_file() else []
+    benchmarks = read_layout(choice_file("experiment", experiment, own_folders(words))).benchmarks
     if benchmarks:
         raise UserError(f"experiment={experiment} is not trained but measured: fpexp bench {' '.join(benchmarks)}")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fpexp.bench import BENCHMARKS
 from fpexp.config.catalogue import GROUPS, choices, conf_dir
 from fpexp.config.schema import TARGET, leaves
+from fpexp.config.search_path import own_folders
 
 TRAIN = """\
 usage: fpexp train [-m] [group=choice ...] [key=value ...]
@@ -111,11 +112,12 @@ Words other than data.* are as for train; model and training have no meaning her
 latter three also as .gz, .bz2 or .zst."""
 
 LIST = """\
-usage: fpexp list [tasks|models|solvers|schedules|gradients|scales|experiments]
+usage: fpexp list [tasks|models|solvers|schedules|gradients|scales|experiments] [hydra.searchpath=[...]]
        fpexp list models [task=<task>] [<key>=<value> ...]
 
-Lists what conf/ offers, one line each. `fpexp list models` counts each model's parameters at every scale, for task=a5
-or what is named as for train: fpexp list models task=s5 model.d_model=128"""
+Lists what conf/ offers, one line each, and with hydra.searchpath=[file:///path/to/my/conf] what stands in a folder of
+your own; train, sweep status, report and data prepare take the same word. `fpexp list models` counts each model's
+parameters at every scale, for task=a5 or what is named as for train: fpexp list models task=s5 model.d_model=128"""
 
 DOCTOR = """\
 usage: fpexp doctor [results_dir=results]
@@ -145,10 +147,10 @@ def describe(command: str, words: Sequence[str] = ()) -> str:
     named = {word.partition("=")[0] for word in words}
     if named & {"experiment", "config"} or {"task", "model"} <= named:
         return _keys_of_a_run([word for word in words if word not in ("-m", "--multirun")])
-    groups = []
+    own, groups = own_folders(words), []
     for group in GROUPS:
         groups.append(f"  {group}")
-        groups += [f"    {name:<16} {text}" for name, text in choices(group).items()]
+        groups += [f"    {name:<16} {text}" for name, text in choices(group, own).items()]
     return TRAIN.format(groups="\n".join(groups), keys=_top_level_keys(), conf=conf_dir())
 
 

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -21,6 +22,7 @@ from fpexp.config.catalogue import GROUPS, check_choice, choices, conf_dir
 from fpexp.config.grid import grid_jobs
 from fpexp.config.run import RunConfig
 from fpexp.config.schema import did_you_mean
+from fpexp.config.search_path import own_folders
 from fpexp.config.words import parse_overrides, product, values
 from fpexp.errors import UserError
 
@@ -104,14 +106,13 @@ def _compose(overrides: Sequence[Override]) -> RunConfig:
 
 def _compose_raw(overrides: Sequence[Override]) -> tuple[DictConfig, dict[str, Any]]:
     """Return what Hydra makes of the overrides, unchecked, and its choices, group -> file."""
-    elsewhere = any(override.key_or_group == "hydra.searchpath" for override in overrides)
+    own = own_folders([str(override.input_line) for override in overrides])
     for override in overrides:
-        if not elsewhere:
-            _check_group(override)
+        _check_group(override, own)
         _check_top_level(override)
     plain = [override for override in overrides if _is_plain(override)]
     lines = tuple(str(override.input_line) for override in overrides if override not in plain)
-    config, selected = _choose(lines) if elsewhere else _chosen(lines, _newest_file())
+    config, selected = _choose(lines, own, _newest_file(own))
     config = copy.deepcopy(config)
     OmegaConf.set_struct(config, False)
     for override in plain:
@@ -122,8 +123,13 @@ def _compose_raw(overrides: Sequence[Override]) -> tuple[DictConfig, dict[str, A
     return config, selected
 
 
-def _choose(lines: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
-    """Return what Hydra makes of choices of groups, and of what is its own."""
+@functools.lru_cache(maxsize=256)
+def _choose(lines: tuple[str, ...], own: tuple[Path, ...], newest: int) -> tuple[DictConfig, dict[str, Any]]:
+    """Return what Hydra makes of choices of groups, and of what is its own.
+
+    Once for the jobs of a sweep that differ in plain values alone: Hydra takes its time. `own` and `newest` tell when
+    the same words mean something else.
+    """
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="fpexp"):
@@ -131,20 +137,14 @@ def _choose(lines: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
             selected = OmegaConf.to_container(config.hydra.runtime.choices)
     except MissingConfigException as error:
         raise UserError(_missing(error)) from error
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:  # YAMLError: of a file outside conf/
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:  # YAMLError: of a file of the user's
         raise UserError(_first_line(error)) from error
     return config, dict(selected)  # type: ignore[arg-type]
 
 
-@functools.lru_cache(maxsize=256)
-def _chosen(lines: tuple[str, ...], newest: int) -> tuple[DictConfig, dict[str, Any]]:
-    """As `_choose`, once for the jobs of a sweep that differ in plain values alone: Hydra takes its time."""
-    return _choose(lines)
-
-
-def _newest_file() -> int:
-    """Return when conf/ has last changed, in ns."""
-    return max(path.stat().st_mtime_ns for path in conf_dir().rglob("*"))
+def _newest_file(own: Sequence[Path]) -> int:
+    """Return when the config files have last changed, in ns."""
+    return max(path.lstat().st_mtime_ns for folder in (conf_dir(), *own) for path in folder.rglob("*"))
 
 
 def from_hydra(config: DictConfig, selected: dict[str, Any]) -> RunConfig:
@@ -178,14 +178,13 @@ def _is_plain(override: Override) -> bool:
     return not (is_group or override.is_delete() or str(override.key_or_group).startswith("hydra"))
 
 
-def _check_group(override: Override) -> None:
+def _check_group(override: Override, own: Sequence[Path]) -> None:
     if override.key_or_group in GROUPS and not override.is_delete():
         value = override.value()
         if not isinstance(value, str):
-            raise UserError(
-                f"'{override.input_line}': a group takes one name ({', '.join(choices(override.key_or_group))})"
-            )
-        check_choice(override.key_or_group, value)
+            known = ", ".join(choices(override.key_or_group, own))
+            raise UserError(f"'{override.input_line}': a group takes one name ({known})")
+        check_choice(override.key_or_group, value, own)
 
 
 def _check_top_level(override: Override) -> None:
