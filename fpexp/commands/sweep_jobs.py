@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from fpexp.config.catalogue import choice_file
 from fpexp.config.compose import compose, expand, measured_afterwards
 from fpexp.config.run import RunConfig
 from fpexp.config.search_path import own_folders
 from fpexp.errors import UserError
+from fpexp.kept import kept
 from fpexp.known_runs import KnownRuns
 from fpexp.measurement import Measurement, parse_measurements, unmeasured
 from fpexp.reporting.layout import read_layout
@@ -76,13 +78,18 @@ def look_up(jobs: Sequence[Job]) -> list[Standing]:
     """Return what there is of each job, by this machine's settling of what is `auto`."""
     from fpexp.build import settle
 
-    known_runs = KnownRuns(jobs[0].config.results_dir, jobs[0].config.sweep.recorded)
+    known_runs = KnownRuns(jobs[0].config.results_dir, _recorded(jobs[0].config))
     found = []
     for job in jobs:
         known = known_runs.of(settle(job.config)[0])
         wanting = [] if known.run is None else unmeasured(job.measurements, known.run, job.config)
         found.append(Standing(known.state, known.run, wanting))
     return found
+
+
+def _recorded(config: RunConfig) -> str | Path | None:
+    """Return the results folder whose finished runs count as done."""
+    return kept("reference", config.results_dir) if config.sweep.recorded == "auto" else config.sweep.recorded
 
 
 def own_overrides(words: Sequence[str]) -> list[str]:

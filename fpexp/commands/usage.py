@@ -20,7 +20,8 @@ With -m, comma-separated values make one run each: fpexp train -m task=a4 model=
 An experiment may bring a grid of its own (sweep.grid): fpexp train -m experiment=fig4_state_tracking seed=0,1,2.
 There a group that you name, such as model=lstm, chooses among the rows; any other key takes the place of theirs.
 A job that fails does not stop the others (sweep.fail_fast=true does); its folder under <results_dir>/sweeps says why.
-What an earlier sweep has finished, or what is recorded under sweep.recorded, is not run again (sweep.rerun=true).
+What an earlier sweep has finished, or what is recorded under sweep.recorded (auto: the repository's results/reference)
+is not run again, unless sweep.rerun=true.
 Several at once: hydra/launcher=joblib hydra.launcher.n_jobs=2, with a share of the CPUs each (threads=0) or threads=1.
 On a cluster: hydra/launcher=submitit_slurm, with pip install 'fpexp[slurm]'; see scripts/slurm.
 Under torchrun each process takes its share of training.batch_size, and any number of them may resume the run. They
@@ -75,7 +76,8 @@ usage: fpexp report [experiment=<name>,...] [out=<folder>] [results_dir=results]
 
 Makes tables (Markdown, CSV), figures (PNG, SVG) and one HTML page that needs nothing else, from what is recorded under
 <results_dir>: runs/ and reference/runs/, bench/ and reference/bench/, and, in a column of its own, what the paper
-reports (paper/). Of all experiments, unless some are named; `fpexp list experiments` lists them.
+reports (paper/); reference/ and paper/ are the repository's where <results_dir> has none. Of all experiments, unless
+some are named; `fpexp list experiments` lists them.
 
 A run belongs to an experiment by its config, whatever its seed, threads and id: means and sample standard deviations
 are over the seeds that are there. Of equal runs the newest finished one counts. What is missing is listed with the
