@@ -145,7 +145,7 @@ def test_a_run_of_an_earlier_version_is_not_run_again(cli: CommandLine) -> None:
 def test_jobs_fail_alone_and_are_run_again(
     cli: CommandLine, outside: list[str], monkeypatch: pytest.MonkeyPatch, live: bool
 ) -> None:
-    for module in ("commands.multirun", "tracking.jobs"):
+    for module in ("commands.multirun.launching", "tracking.jobs"):
         monkeypatch.setattr(f"fpexp.{module}.has_rich_terminal", lambda: live)
     words = ["train", "-m", *outside, "model.behaviour=fine,fail,exit,good"]
     answer = cli(*words)
@@ -256,7 +256,7 @@ def test_a_sweep_goes_on_with_an_interrupted_run(cli: CommandLine) -> None:
 def test_a_signal_in_a_job_stops_the_sweep(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
 ) -> None:
-    monkeypatch.setattr("fpexp.commands.multirun.trackers", lambda config: Recorder(at_step=stop_at(2, signum)))
+    monkeypatch.setattr("fpexp.commands.multirun.job.trackers", lambda config: Recorder(at_step=stop_at(2, signum)))
     answer = cli("train", "-m", "task=a4", "model=lstm", "seed=0,1", *TINY)
     assert answer.code == 128 + signum
     assert "0 of 2 jobs are done" in answer.out
