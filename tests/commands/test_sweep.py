@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import yaml
 from runs import TINY, CommandLine, Recorder, assert_steps_stand_once, finish, start, stop_at, tiny, wait_for
 
+from fpexp.build import settle
+from fpexp.claims import claim
 from fpexp.errors import Interrupted
 from fpexp.run import start_run
 from fpexp.run_folder import read_rows
@@ -247,6 +250,49 @@ def test_a_sweep_goes_on_with_an_interrupted_run(cli: CommandLine) -> None:
     assert cli.runs()[0].id == run.id
     assert run.status()["state"] == "finished"
     assert_steps_stand_once(run)
+
+
+def test_two_sweeps_at_one_moment_share_the_jobs(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins when the first has found that the run is missing, and has not made its folder yet."""
+    import fpexp.run
+
+    words = ["train", "-m", "task=a4", "model=lstm", "seed=0,1", *TINY]
+    answers = []
+
+    def slow(*arguments: Any) -> Any:
+        if not answers:
+            answers.append(finish(start(*words, cwd=cli.folder), timeout=200))
+        return start_run(*arguments)
+
+    monkeypatch.setattr(fpexp.run, "start_run", slow)
+    first, (second,) = cli(*words), answers
+    assert first.code == 0, first
+    assert "2 of 2 jobs are done" in first.out
+    assert [run.config().seed for run in cli.runs()] == [1, 0]
+    assert second.code == 1, second
+    assert "1 of 2 jobs are done" in second.out
+    assert re.search(
+        r"running elsewhere .* in the hands of job 0 of \S+/results/sweeps/\S+ \(process \d+ on", second.out
+    )
+
+
+def test_a_job_that_another_sweep_has_finished_in_the_meantime_is_done(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["task=a4", "model=lstm", "seed=0,1", *TINY]
+    job = tiny(Path("results"), "seed=0")
+    begun = claim("results", settle(job)[0].fingerprint(), "a sweep")
+
+    def finish_first(config: Any, *arguments: Any) -> Any:
+        run = start_run(config, *arguments)
+        start_run(job, *arguments)
+        return run
+
+    monkeypatch.setattr("fpexp.run.start_run", finish_first)
+    with begun:
+        answer = cli("train", "-m", *words)
+    assert answer.code == 0, answer
+    assert [job["state"] for _, job in sorted(jobs(sweeps()[-1]).items())] == ["done before", "finished"]
 
 
 # Ctrl-C

@@ -23,8 +23,11 @@ def run(words: list[str]) -> int:
     jobs = find_jobs(words)
     _check_builds(jobs)
     sweep = SweepFolder.create(Path(jobs[0].config.results_dir), [own_overrides(job.words) for job in jobs])
-    waiting = _not_yet_done(sweep, jobs)
+    waiting = _not_yet_done(sweep, dict(enumerate(jobs)))
     signum = carry_out(sweep, waiting) if waiting else None
+    elsewhere = {job["number"] for job in sweep.jobs() if job["state"] == "running elsewhere"}
+    if elsewhere:  # another sweep may have finished them by now
+        _not_yet_done(sweep, {number: job for number, job in waiting.items() if number in elsewhere})
     return summarise(sweep, signum)
 
 
@@ -45,10 +48,10 @@ def _check_builds(jobs: Sequence[Job]) -> None:
             checked.append(alike)
 
 
-def _not_yet_done(sweep: SweepFolder, jobs: Sequence[Job]) -> dict[int, Job]:
-    """Return the jobs that are to be run, by number; of the others, say so in their folders."""
+def _not_yet_done(sweep: SweepFolder, jobs: dict[int, Job]) -> dict[int, Job]:
+    """Return those of the jobs that are not done, by number; of the others, say so in their folders."""
     waiting = {}
-    for number, (job, known) in enumerate(zip(jobs, look_up(jobs), strict=True)):
+    for (number, job), known in zip(jobs.items(), look_up(list(jobs.values())), strict=True):
         if job.config.sweep.rerun or known.run is None or known.state not in ("finished", "recorded") or known.wanting:
             waiting[number] = job
             continue

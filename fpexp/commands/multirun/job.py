@@ -8,10 +8,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from fpexp.claims import Claimed, claim
 from fpexp.commands.multirun.signals import ended_by_sigterm, hand_on_to_launcher, stand_apart
 from fpexp.config.compose import from_hydra
 from fpexp.config.run import RunConfig
@@ -65,7 +66,10 @@ def _carry_out_job(job: JobFolder, hydra_config: Any, choices: dict[str, Any]) -
         job.write(state="running", began=began, pid=os.getpid())
         afterwards = OmegaConf.select(hydra_config, "sweep.evaluate")
         wanted = None if afterwards is None else OmegaConf.to_container(afterwards, resolve=True)
-        end = _measure(config, job, _train(config, job), parse_measurements(wanted, "sweep.evaluate"))
+        with _claim(config, job):
+            end = _measure(config, job, _train(config, job), parse_measurements(wanted, "sweep.evaluate"))
+    except Claimed as error:
+        end = {"state": "running elsewhere", "reason": f"in the hands of {error}"}
     except (Interrupted, KeyboardInterrupt) as error:
         signum = error.signum if isinstance(error, Interrupted) else int(signal.SIGINT)
         sweep.stop()
@@ -77,6 +81,15 @@ def _carry_out_job(job: JobFolder, hydra_config: Any, choices: dict[str, Any]) -
         print(f"fpexp: error: job {job.number}: {reason}", file=sys.stderr, flush=True)
     job.write(**end, seconds=time.time() - began)
     return signum
+
+
+def _claim(config: RunConfig, job: JobFolder) -> AbstractContextManager[None]:
+    """Have the job's config for this process alone; a sweep that runs all anew asks nobody."""
+    from fpexp.build import settle
+
+    if config.sweep.rerun:
+        return nullcontext()
+    return claim(config.results_dir, settle(config)[0].fingerprint(), f"job {job.number} of {job.path.parent}")
 
 
 def _train(config: RunConfig, job: JobFolder) -> dict[str, Any]:
