@@ -213,9 +213,25 @@ def test_a_sweep_without_failure(cli: CommandLine) -> None:
     assert "4 of 4 jobs are done" in answer.out
     found = [(run.config().choices.model, run.config().seed) for run in cli.runs()]
     assert found == [("fp_mamba_k", 0), ("fp_mamba_k", 1), ("lstm", 0), ("lstm", 1)]
+    assert [line.split()[:4] for line in answer.out.splitlines() if " seed " in line] == [
+        ["a4", model, "seed", seed] for model in ("fp_mamba_k", "lstm") for seed in "01"
+    ]
     (sweep,) = sweeps()
     assert (sweep / "curves.png").exists()
     assert set(Path().iterdir()) == {Path("results")}
+
+
+def test_curves_that_differ_in_a_setting_are_named_by_it(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr(
+        "fpexp.commands.multirun.summary.draw_curves", lambda curves, path: drawn.extend(c.model for c in curves)
+    )
+    answer = cli("train", "-m", "task=a4", "model=lstm", *TINY, "model.layers=1,2", "model.dropout=0.1,1e-1,0.2")
+    assert answer.code == 0, answer.err
+    expected = [f"lstm model.layers={layers} model.dropout={dropout}" for layers in (1, 2) for dropout in (0.1, 0.2)]
+    assert drawn == expected
+    for name in expected:
+        assert f"a4 {name} seed 0" in answer.out
 
 
 def test_an_experiment_sweeps_what_it_names(cli: CommandLine) -> None:

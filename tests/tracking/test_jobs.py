@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from runs import TINY
 
-from fpexp.sweep_folder import SweepFolder
+from fpexp.sweep_folder import SweepFolder, own_words
 from fpexp.tracking import jobs as watching
 from fpexp.tracking.jobs import table, watched
 
@@ -115,3 +115,16 @@ def test_on_a_terminal_the_table_is_live_and_the_jobs_print_into_their_logs(tmp_
     (sweep,) = (tmp_path / "results" / "sweeps").iterdir()
     for number in (0, 1):
         assert "step 1500/1500  loss" in (sweep / str(number) / "log.txt").read_text()
+
+
+def test_words_are_compared_by_what_they_mean() -> None:
+    jobs = [
+        {"overrides": ["lr=1e-3", "range=[0.1,1.0]", "seed=0"]},
+        {"overrides": ["lr=0.001", "range=[0.1, 1.0]", "seed=1"]},
+    ]
+    assert own_words(jobs) == ["seed=0", "seed=1"]
+    assert own_words(jobs[:1], but=("seed",)) == ["lr=1e-3 range=[0.1,1.0]"]
+    assert own_words([{"overrides": ["group='A4 x Z5'"]}, {"overrides": ["group='A4 x Z5'", "key=[1"]}]) == [
+        "",
+        "key=[1",
+    ]

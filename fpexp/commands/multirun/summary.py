@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fpexp.errors import UserError
@@ -37,10 +38,15 @@ def summarise(sweep: SweepFolder, signum: int | None) -> int:
 
 
 def _curves(jobs: Sequence[dict[str, Any]], sweep: SweepFolder) -> Iterator[Curve]:
-    """Yield those of jobs that are done; a run that is recorded elsewhere is named by its folder in full."""
-    for job in jobs:
+    """Yield those of jobs that are done, each model with the settings that not all jobs have.
+
+    A run that is recorded elsewhere is named by its folder in full.
+    """
+    settings = own_words(jobs, but=("task", "model", "seed")) if len(jobs) > 1 else [""] * len(jobs)
+    for job, setting in zip(jobs, settings, strict=True):
         try:
-            yield read_curve(RunFolder.find(job.get("folder", job["run"]), sweep.path.parent.parent))
+            curve = read_curve(RunFolder.find(job.get("folder", job["run"]), sweep.path.parent.parent))
+            yield replace(curve, model=f"{curve.model} {setting}".rstrip())
         except UserError as error:
             warn(f"job {job['number']}: {error}")
 
