@@ -40,8 +40,9 @@ usage: fpexp sweep status experiment=<name> [group=choice,... ...] [key=value,..
 
 Lists the jobs that fpexp train -m would have with these words, and of each whether it is finished, recorded (finished,
 under sweep.recorded), running, interrupted, lost (its process is gone), failed (with the reason) or missing; "not
-measured" where the experiment has something measured after training that is still to be done. Then the commands that
-make what is not done. Reads files only; the exit code is 0 whatever they say."""
+measured" where the experiment has something measured after training that is still to be done. Then how long the rest
+will train, as far as finished runs of its kind tell, and the commands that make it. Reads files only; the exit code is
+0 whatever they say."""
 
 EVALUATE = """\
 usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=<n>] [batch_size=<n>]

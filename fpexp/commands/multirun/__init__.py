@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fpexp.commands.arguments import take
+from fpexp.commands.duration import say_duration
 from fpexp.commands.multirun.launching import carry_out
 from fpexp.commands.multirun.summary import summarise
-from fpexp.commands.sweep_jobs import Job, find_jobs, look_up, own_overrides
+from fpexp.commands.sweep_jobs import Job, Standing, find_jobs, look_up, own_overrides
 from fpexp.config.run import RunConfig
 from fpexp.errors import UserError
 from fpexp.sweep_folder import SweepFolder
@@ -24,10 +25,13 @@ def run(words: list[str]) -> int:
     _check_builds(jobs)
     sweep = SweepFolder.create(Path(jobs[0].config.results_dir), [own_overrides(job.words) for job in jobs])
     waiting = _not_yet_done(sweep, dict(enumerate(jobs)))
-    signum = carry_out(sweep, waiting) if waiting else None
-    elsewhere = {job["number"] for job in sweep.jobs() if job["state"] == "running elsewhere"}
+    signum = None
+    if waiting:
+        note(say_duration([standing.seconds for standing in waiting.values()]))
+        signum = carry_out(sweep, {number: jobs[number] for number in waiting})
+    elsewhere = [job["number"] for job in sweep.jobs() if job["state"] == "running elsewhere"]
     if elsewhere:  # another sweep may have finished them by now
-        _not_yet_done(sweep, {number: job for number, job in waiting.items() if number in elsewhere})
+        _not_yet_done(sweep, {number: jobs[number] for number in elsewhere})
     return summarise(sweep, signum)
 
 
@@ -48,12 +52,12 @@ def _check_builds(jobs: Sequence[Job]) -> None:
             checked.append(alike)
 
 
-def _not_yet_done(sweep: SweepFolder, jobs: dict[int, Job]) -> dict[int, Job]:
-    """Return those of the jobs that are not done, by number; of the others, say so in their folders."""
+def _not_yet_done(sweep: SweepFolder, jobs: dict[int, Job]) -> dict[int, Standing]:
+    """Return what there is of the jobs that are not done, by number; of the others, say so in their folders."""
     waiting = {}
     for (number, job), known in zip(jobs.items(), look_up(list(jobs.values())), strict=True):
         if job.config.sweep.rerun or known.run is None or known.state not in ("finished", "recorded") or known.wanting:
-            waiting[number] = job
+            waiting[number] = known
             continue
         state = "recorded" if known.state == "recorded" else "done before"
         sweep.job(number).write(state=state, run=known.run.id, folder=str(known.run.path.resolve()), seconds=0.0)
