@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fpexp.build import settle_for_device, uses_solver
 from fpexp.config.catalogue import choice_file, choices
-from fpexp.config.compose import compose, expand, measured_afterwards
+from fpexp.config.compose import each_job, measured_afterwards
 from fpexp.config.quoting import shell_word
 from fpexp.config.run import RunConfig
 from fpexp.config.search_path import own_folders
@@ -28,12 +28,11 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
         return Plan(name, description, _command(["bench", *layout.benchmarks, *where]), (), layout, paper)
     common = [f"experiment={name}", *words]
     jobs = []
-    expanded = expand(common)
-    verb = ["train", "-m"] if measured_afterwards(expanded[0]) else ["train"]  # a sweep measures, also of one job
-    for job in expanded:
+    composed = each_job(common)
+    verb = ["train", "-m"] if measured_afterwards(composed[0][0]) else ["train"]  # a sweep measures, also of one job
+    for job, config in composed:
         shared = [word for word in common if word in job]  # not those that name several values
         own = [word for word in job if word not in shared]
-        config = compose(job)
         jobs.append(
             Job(
                 seed=config.seed,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fpexp.commands.duration import Paces
 from fpexp.config.catalogue import choice_file
-from fpexp.config.compose import compose, expand, measured_afterwards
+from fpexp.config.compose import each_job, measured_afterwards
 from fpexp.config.run import RunConfig
 from fpexp.config.search_path import own_folders
 from fpexp.errors import UserError
@@ -48,8 +48,7 @@ def find_jobs(words: Sequence[str]) -> list[Job]:
     """Compose and check every job, in the order in which they are run."""
     measurements: dict[str | None, list[Measurement]] = {}
     jobs = []
-    for job in expand(words):
-        config = compose(job)
+    for job, config in each_job(words):
         experiment = config.choices.experiment
         if experiment not in measurements:
             measurements[experiment] = parse_measurements(measured_afterwards(job), "sweep.evaluate")

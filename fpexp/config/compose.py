@@ -18,17 +18,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fpexp.config.catalogue import GROUPS, check_choice, choices, conf_dir
-from fpexp.config.grid import grid_jobs
+from fpexp.config.catalogue import GROUPS, check_choice, choice_file, choices, conf_dir
+from fpexp.config.grid import KEY as GRID
+from fpexp.config.grid import GridJob, grid_jobs
 from fpexp.config.run import RunConfig
 from fpexp.config.schema import did_you_mean
 from fpexp.config.search_path import own_folders
-from fpexp.config.words import parse_overrides, product, values
+from fpexp.config.words import key_of, parse_overrides, product, values
 from fpexp.errors import UserError
 
 CONFIG_NAME = "config"
 WITHIN_CONF = {"of_model": "solver", "of_task": "model", "budget": "training"}
 """What conf/ has files decide for others, which refer to it, and for which; gone once they have their values."""
+NO_ROW = GridJob("", [])
+"""Of a job that no grid names."""
 REPORT = "report"
 """How an experiment is reported (fpexp.reporting.layout): read from its own file, nothing of a run."""
 OF_A_SWEEP = ("grid", "evaluate")
@@ -46,7 +49,12 @@ def compose(arguments: Sequence[str]) -> RunConfig:
 
 def compose_jobs(arguments: Sequence[str]) -> list[RunConfig]:
     """Compose and check every job of a multirun, in the order in which they are run."""
-    return [compose(words) for words in expand(arguments)]
+    return [config for _, config in each_job(arguments)]
+
+
+def each_job(arguments: Sequence[str]) -> list[tuple[list[str], RunConfig]]:
+    """Return the words of every job of a multirun, with what is composed of them and checked."""
+    return [([*words, *job.words], _compose_job(words, job)) for words, job in _expand(arguments)]
 
 
 def expand(arguments: Sequence[str]) -> list[list[str]]:
@@ -55,6 +63,11 @@ def expand(arguments: Sequence[str]) -> list[list[str]]:
     They are the product of what the command line names, or else the experiment in hydra.sweeper.params, times the rows
     of the experiment's sweep.grid.
     """
+    return [[*words, *job.words] for words, job in _expand(arguments)]
+
+
+def _expand(arguments: Sequence[str]) -> list[tuple[list[str], GridJob]]:
+    """Return the words of every job: those of the command line's product, and those of a row of the grid."""
     overrides = parse_overrides(arguments)
     for override in overrides:
         if override.is_sweep_override() and override.is_hydra_override():
@@ -65,13 +78,37 @@ def expand(arguments: Sequence[str]) -> list[list[str]]:
     jobs = product(parse_overrides([*own, *arguments]))
     several = any(o.is_sweep_override() and o.key_or_group == "experiment" for o in overrides)
     if _grid(config) is None and not several:
-        return jobs
-    return [[*words, *row] for words in jobs for row in _rows(words)]
+        return [(words, NO_ROW) for words in jobs]
+    return [(words, job) for words in jobs for job in _grid_jobs(words)]
 
 
-def _rows(words: Sequence[str]) -> list[list[str]]:
-    grid = _grid(_compose_raw(parse_overrides(words))[0])
-    return [[]] if grid is None else grid_jobs(grid, words)
+def _grid_jobs(words: Sequence[str]) -> list[GridJob]:
+    config, selected = _compose_raw(parse_overrides(words))
+    grid = _grid(config)
+    if grid is None:
+        return [NO_ROW]
+    if any(key_of(word) == GRID for word in words):
+        return grid_jobs(grid, words)
+    file = choice_file("experiment", selected["experiment"], own_folders(words))
+    return grid_jobs(grid, words, f"{file}: {GRID}")
+
+
+def _compose_job(words: Sequence[str], job: GridJob) -> RunConfig:
+    """Compose a job of a multirun; a mistake that is its row's names the row."""
+    try:
+        return compose([*words, *job.words])
+    except UserError as error:
+        if job is NO_ROW or _refusal(words) == str(error):
+            raise
+        raise UserError(f"{job.row}: {error}") from error
+
+
+def _refusal(words: Sequence[str]) -> str | None:
+    try:
+        compose(words)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _grid(config: DictConfig) -> Any:
