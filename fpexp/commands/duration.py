@@ -1,4 +1,4 @@
-"""How long jobs train, from finished runs of their kind; of a kind that no run is of it is unknown."""
+"""How long jobs train, from finished runs of their kind; where there is none it is unknown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fpexp.run_folder import RunFolder, read_rows
 
 
 class Paces:
-    """How fast runs have trained; of several of a kind the first one counts."""
+    """How fast runs have trained, each on its machine and threads; of several of a kind the first one counts."""
 
     def __init__(self, runs: Iterable[RunFolder]) -> None:
         self._runs = runs

@@ -20,6 +20,7 @@ With -m, comma-separated values make one run each: fpexp train -m task=a4 model=
 An experiment may bring a grid of its own (sweep.grid): fpexp train -m experiment=fig4_state_tracking seed=0,1,2.
 There a group that you name, such as model=lstm, chooses among the rows; any other key takes the place of theirs.
 A job that fails does not stop the others (sweep.fail_fast=true does); its folder under <results_dir>/sweeps says why.
+Of two sweeps at once one has a job: the other leaves it out and says so.
 What an earlier sweep has finished, or what is recorded under sweep.recorded (auto: the repository's results/reference)
 is not run again, unless sweep.rerun=true.
 Several at once: hydra/launcher=joblib hydra.launcher.n_jobs=2, with a share of the CPUs each (threads=0) or threads=1.

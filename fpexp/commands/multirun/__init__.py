@@ -25,10 +25,10 @@ def run(words: list[str]) -> int:
     _check_builds(jobs)
     sweep = SweepFolder.create(Path(jobs[0].config.results_dir), [own_overrides(job.words) for job in jobs])
     waiting = _not_yet_done(sweep, dict(enumerate(jobs)))
-    signum = None
-    if waiting:
-        note(say_duration([standing.seconds for standing in waiting.values()]))
-        signum = carry_out(sweep, {number: jobs[number] for number in waiting})
+    own = [standing.seconds for standing in waiting.values() if standing.state != "running"]
+    if own:
+        note(say_duration(own))
+    signum = carry_out(sweep, {number: jobs[number] for number in waiting}) if waiting else None
     elsewhere = [job["number"] for job in sweep.jobs() if job["state"] == "running elsewhere"]
     if elsewhere:  # another sweep may have finished them by now
         _not_yet_done(sweep, {number: jobs[number] for number in elsewhere})
