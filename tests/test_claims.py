@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import subprocess
 import sys
 import threading
 from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 import pytest
 from runs import run_python
@@ -57,6 +59,22 @@ def test_of_many_that_ask_at_once_one_has_it_at_a_time(tmp_path: Path) -> None:
         thread.join()
     assert most == 1
     assert taken >= 4
+
+
+def test_a_file_that_is_deleted_before_it_is_locked_is_not_the_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flock = tmp_path / "claims" / "config", fcntl.flock
+
+    def late(file: IO[str], how: int) -> None:
+        monkeypatch.undo()
+        path.unlink()
+        path.touch()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with claim(tmp_path, "config", "job 1"), pytest.raises(Claimed), claim(tmp_path, "config", "job 2"):
+        pass
 
 
 def test_that_of_a_process_which_was_killed_is_taken_over(tmp_path: Path) -> None:
