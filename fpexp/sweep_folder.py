@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def own_words(jobs: Sequence[dict[str, Any]], but: Sequence[str] = ()) -> list[s
     ]
 
 
+@cache
 def _meaning(word: str) -> tuple[str, str]:
     """Return a word's key, and its value as it is read."""
     key, _, text = word.partition("=")

@@ -32,11 +32,11 @@ def check_choice(group: str, value: str, own: Sequence[Path] = ()) -> None:
     """Raise a `UserError` with the alternatives when the group has no such choice."""
     known = sorted(_files(group, own))
     if value not in known:
-        here = Path("conf", group, f"{value}.yaml")
-        hint = (
-            f"; {here} is known with hydra.searchpath=[file://conf]" if here.is_file() else did_you_mean(value, known)
-        )
-        raise UserError(f"unknown {group} '{value}'{hint} ({', '.join(known)})")
+        near = did_you_mean(value, known)
+        here = _files(group, [Path("conf")]).get(value)
+        if here is not None:
+            near = f"; {here} is known with hydra.searchpath=[file://conf]"
+        raise UserError(f"unknown {group} '{value}'{near} ({', '.join(known)})")
 
 
 def choice_file(group: str, value: str, own: Sequence[Path] = ()) -> Path:

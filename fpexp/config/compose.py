@@ -87,10 +87,10 @@ def _grid_jobs(words: Sequence[str]) -> list[GridJob]:
     grid = _grid(config)
     if grid is None:
         return [NO_ROW]
-    if any(key_of(word) == GRID for word in words):
+    experiment = selected["experiment"]
+    if experiment is None or any(key_of(word) == GRID for word in words):
         return grid_jobs(grid, words)
-    file = choice_file("experiment", selected["experiment"], own_folders(words))
-    return grid_jobs(grid, words, f"{file}: {GRID}")
+    return grid_jobs(grid, words, f"{choice_file('experiment', experiment, own_folders(words))}: {GRID}")
 
 
 def _compose_job(words: Sequence[str], job: GridJob) -> RunConfig:

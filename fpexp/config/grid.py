@@ -94,7 +94,7 @@ def _none_left(rows: list[GridJob], named: Mapping[str, Any]) -> str:
     """Say which group's value no row has, and which there are."""
     for group in GROUPS:
         known = list(dict.fromkeys(str(value) for job in rows for key, value in _groups(job.words) if key == group))
-        if group in named and known and named[group] not in known:
+        if group in named and known and str(named[group]) not in known:
             near = did_you_mean(str(named[group]), known)
             return f"{group}={named[group]} is in no row of {KEY}{near} ({', '.join(known)}); {KEY}=null runs it alone"
     asked = " ".join(f"{key}={value}" for key, value in named.items() if key in GROUPS)

@@ -309,6 +309,7 @@ def test_a_job_that_another_sweep_has_finished_in_the_meantime_is_done(
         answer = cli("train", "-m", *words)
     assert answer.code == 0, answer
     assert [job["state"] for _, job in sorted(jobs(sweeps()[-1]).items())] == ["done before", "finished"]
+    assert "in the hands of" not in answer.out
 
 
 # Ctrl-C

@@ -60,6 +60,7 @@ def _not_yet_done(sweep: SweepFolder, jobs: dict[int, Job]) -> dict[int, Standin
             waiting[number] = known
             continue
         state = "recorded" if known.state == "recorded" else "done before"
-        sweep.job(number).write(state=state, run=known.run.id, folder=str(known.run.path.resolve()), seconds=0.0)
+        folder = str(known.run.path.resolve())
+        sweep.job(number).write(state=state, run=known.run.id, folder=folder, seconds=0.0, reason="")
         note(f"job {number}: {state}: {known.run.id}")
     return waiting
