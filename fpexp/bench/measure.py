@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
+from fpexp.bench.progress import Progress
 from fpexp.errors import FpexpError
 
 LEAST_ROUNDS = 3
@@ -74,7 +75,7 @@ class Contender:
 @dataclass(frozen=True)
 class Rounds:
     """How often everything is timed: `repeats` rounds after `warmup` of them, fewer where `budget` seconds a group
-    are over, but never fewer than LEAST_ROUNDS unless asked for."""
+    are over, but never fewer than LEAST_ROUNDS after one unless asked for."""
 
     repeats: int
     warmup: int
@@ -128,14 +129,21 @@ def stopwatch(work: Callable[[], object]) -> Callable[[], float]:
 
 def measure(contenders: Sequence[Contender], rounds: Rounds) -> list[Row]:
     """Check all contenders, then time them, group by group. `CheckFailed` where one is wrong: nothing is timed then."""
-    present = [contender for contender in contenders if not contender.missing]
-    checks = {id(contender): _checked(contender) for contender in present}
-    numbers = {id(contender): contender.numbers() for contender in present}
+    present, say = [contender for contender in contenders if not contender.missing], Progress()
+    checks: dict[int, tuple[Check, ...]] = {}
+    numbers: dict[int, Mapping[str, Any]] = {}
     seconds: dict[int, list[float]] = {}
+    for contender in present:
+        checks[id(contender)] = _checked(contender)
+        say(f"checked {len(checks)} of {len(present)}: {contender.group}, {contender.name}")
+    for contender in present:
+        numbers[id(contender)] = contender.numbers()
+        say(f"memory and counts of {len(numbers)} of {len(present)}: {contender.group}, {contender.name}")
     for group in dict.fromkeys(contender.group for contender in present):
         members = [contender for contender in present if contender.group == group]
         seconds |= {id(contender): [contender.seconds()] for contender in members if contender.once}
         seconds |= _interleave([contender for contender in members if not contender.once], rounds)
+        say(f"timed {len(seconds)} of {len(present)}: {group}")
     medians = {(c.group, c.name): median(seconds[id(c)]) for c in present}
     return [
         Row(
@@ -164,11 +172,13 @@ def _checked(contender: Contender) -> tuple[Check, ...]:
 
 
 def _interleave(contenders: Sequence[Contender], rounds: Rounds) -> dict[int, list[float]]:
-    for _ in range(rounds.warmup):
+    end = time.perf_counter() + rounds.budget
+    for number in range(rounds.warmup):
+        if number and time.perf_counter() > end:
+            break
         for contender in contenders:
             contender.seconds()
     found: dict[int, list[float]] = {id(contender): [] for contender in contenders}
-    end = time.perf_counter() + rounds.budget
     for number in range(rounds.repeats):
         if number >= LEAST_ROUNDS and time.perf_counter() > end:
             break

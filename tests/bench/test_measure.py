@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from fpexp.bench import progress
 from fpexp.bench.measure import Check, CheckFailed, Contender, Rounds, Row, Target, measure, stopwatch
 
 ROUNDS = Rounds(repeats=3, warmup=1, budget=60.0)
@@ -101,6 +102,26 @@ def test_the_budget_ends_the_rounds_but_not_before_three(fake: Fakes) -> None:
     assert len(row.seconds) == 3
     (row,) = measure([fake("a")], Rounds(repeats=2, warmup=0, budget=1e-9))
     assert len(row.seconds) == 2
+
+
+def test_the_budget_ends_the_warm_up_but_not_before_one_round(fake: Fakes) -> None:
+    measure([fake("a")], Rounds(repeats=1, warmup=50, budget=1e-9))
+    assert fake.log == ["check a", "a", "a"]
+
+
+def test_what_takes_long_says_how_far_it_is(
+    fake: Fakes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SAY_EVERY", 0.0)
+    measure([fake("a", group="1"), fake("b", group="2")], Rounds(1, 0, 60.0))
+    assert capsys.readouterr().out.splitlines() == [
+        "checked 1 of 2: 1, a",
+        "checked 2 of 2: 2, b",
+        "memory and counts of 1 of 2: 1, a",
+        "memory and counts of 2 of 2: 2, b",
+        "timed 1 of 2: 1",
+        "timed 2 of 2: 2",
+    ]
 
 
 @pytest.mark.parametrize(
