@@ -288,7 +288,7 @@ def test_many_sequences_settle(training: bool, monkeypatch: pytest.MonkeyPatch) 
     """More than are settled at a time; tiles hold several, and some are frozen as a whole."""
     batch = 1100
     if DEVICE == "cpu":
-        monkeypatch.setattr(iteration, "_SETTLED", type(iteration._SETTLED)(16))
+        monkeypatch.setattr(iteration.kernels, "_SETTLED", type(iteration.kernels._SETTLED)(16))
         batch = 70
     layer = layer_of(Householder(2, rank=1, a_max=0.5), state_size=1, norm="none")
     problem = problem_of(layer, batch=batch, length=1)

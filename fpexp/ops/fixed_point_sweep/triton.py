@@ -145,20 +145,7 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
         status=room(batch, length, dtype=torch.long),
         H=terms.H.to(dtype).clone(memory_format=torch.contiguous_format),
     )
-    norm_weight, norm_bias, norm_epsilon = terms.norm or (None, None, 0.0)
-    given = {
-        "from_x": terms.from_x,
-        "weight": terms.weight,
-        "x": terms.x,
-        "A": terms.A,
-        "D": terms.D,
-        "norm_weight": norm_weight,
-        "norm_bias": norm_bias,
-        "carried": terms.y,
-        "mask": terms.mask,
-    }
-    arguments = {name: None if tensor is None else tensor.contiguous() for name, tensor in given.items()}
-    arguments |= {
+    arguments = terms.read_by_kernels() | {
         "H": result.H,
         "value": result.value,
         "iterations": result.iterations,
@@ -174,7 +161,7 @@ def prepare(terms: SweepTerms, form: MixerForm, settings: SweepSettings) -> tupl
     constants = {
         "mixer": mixer,
         "settings": settings,
-        "NORM_EPSILON": float(norm_epsilon),
+        "NORM_EPSILON": 0.0 if terms.norm is None else float(terms.norm[2]),
         "ROWS": plan.rows,
         "STATES": triton.next_power_of_2(N),
         "BLOCK": plan.block,
