@@ -97,6 +97,13 @@ def test_once_is_once_and_first(fake: Fakes) -> None:
     assert rows[1].quartiles_s == (7.0, 7.0)
 
 
+def test_what_is_not_timed_has_its_numbers(fake: Fakes) -> None:
+    counted = Contender("counted", "", numbers=lambda: {"registers": 96}, target=Target("registers", at_most=255))
+    row, other = measure([counted, fake("a", baseline="counted")], ROUNDS)
+    assert (row.seconds, row.median_s, row.numbers, row.met) == ((), None, {"registers": 96}, True)
+    assert (len(other.seconds), other.ratio) == (3, None)
+
+
 def test_the_budget_ends_the_rounds_but_not_before_three(fake: Fakes) -> None:
     (row,) = measure([fake("a")], Rounds(repeats=50, warmup=0, budget=1e-9))
     assert len(row.seconds) == 3
