@@ -60,7 +60,11 @@ from fpexp.ops.sweep import SweepResult, SweepSettings
 from fpexp.status import Status
 
 _ROWS = 4
-"""Sequences of a program at most; a result must not depend on the batch, so nor does this."""
+"""Sequences of a program at most; a result must not depend on the batch, so nor does this.
+
+Beside Kronecker factors of 32 channels 24 bytes a thread spill on sm_80 at d 512. Two sequences would not, but would
+have every weight read for two and not for four.
+"""
 
 _VECTOR = 4096
 """Numbers that the program's vectors over channels have at most, of which ten are in registers at a time."""
