@@ -62,8 +62,9 @@ from fpexp.status import Status
 _ROWS = 4
 """Sequences of a program at most; a result must not depend on the batch, so nor does this.
 
-Beside Kronecker factors of 32 channels 24 bytes a thread spill on sm_80 at d 512. Two sequences would not, but would
-have every weight read for two and not for four.
+Beside Kronecker factors of 32 channels 24 bytes a thread spill on sm_80 at d 512, and 216 at d 1024. With two sequences
+none do at d 512; but then every weight is read for two and not for four, and the batch of word problems at paper scale
+is two programs for each multiprocessor, with room for one.
 """
 
 _VECTOR = 4096
