@@ -22,7 +22,7 @@ from fpexp.errors import FpexpError
 _LARGE = 2**16  # bytes; smaller blocks come from a heap that is resident already
 
 MOST_SECONDS = 90.0
-"""For one process, most of which is its start: 3 on an idle machine, 9 on a busy one."""
+"""For one process, most of which is its start: 5 to 9 beside two trainings on two cores."""
 
 
 class OutOfTime(FpexpError):

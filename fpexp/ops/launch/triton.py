@@ -1,4 +1,7 @@
-"""A launch of a Triton kernel: run on tensors, or compiled from their types for a GPU that need not be there."""
+"""A launch of a Triton kernel: run on tensors, or compiled from their types for a GPU that need not be there.
+
+And the product of tiles, which the interpreter has its own way of.
+"""
 
 from __future__ import annotations
 
