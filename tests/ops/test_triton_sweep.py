@@ -86,9 +86,8 @@ def test_dependences_that_are_off(off: str | None) -> None:
     assert_same(problem_of(layer_of("H1", dependence=dependence, gate="inside"), batch=1, length=3))
 
 
-@pytest.mark.parametrize("length", LENGTHS if DEVICE == "cuda" else [T for T in LENGTHS if T <= 65 or T == 129])
+@pytest.mark.parametrize("length", LENGTHS)
 def test_lengths(length: int) -> None:
-    """No length is a special one to a loop over tokens: the longest are for a GPU."""
     layer = layer_of(Householder(2, rank=1, a_max=0.5), state_size=1)
     assert_same(problem_of(layer, batch=1, length=length), tolerance=1e-2)
 
