@@ -11,7 +11,7 @@ from fpexp.config.compose import compose, expand, measured_afterwards
 from fpexp.config.quoting import shell_word
 from fpexp.config.run import RunConfig
 from fpexp.reporting.layout import read_layout
-from fpexp.reporting.outcome import Job, Plan
+from fpexp.reporting.outcome import Plan, PlannedRun
 from fpexp.reporting.paper import read_paper
 from fpexp.run_folder import RunFolder
 
@@ -33,7 +33,7 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
         own = [word for word in job if word not in shared]
         config = compose(job)
         jobs.append(
-            Job(
+            PlannedRun(
                 seed=config.seed,
                 settings={key: value for key, _, value in (word.partition("=") for word in own) if key != "seed"},
                 command=_command([*verb, *shared, *own, *where]),

@@ -14,11 +14,11 @@ from fpexp.reporting.measured import (
     longest_above,
     metrics_of,
     summarise,
-    training_length,
 )
 from fpexp.reporting.outcome import Outcome, Setting, label_of
 from fpexp.reporting.paper import look_up
 from fpexp.reporting.record import Record, number
+from fpexp.reporting.store import training_length
 
 LOGARITHMIC = ("perplexity", "byte_perplexity", "loss")
 """What is drawn on a logarithmic axis, besides distances."""

@@ -10,6 +10,7 @@ from typing import Any
 from fpexp.reporting.layout import Layout
 from fpexp.reporting.outcome import Outcome, Setting
 from fpexp.reporting.record import Record, number
+from fpexp.reporting.store import training_length
 
 MASTERED = 0.9
 """The accuracy of LONGEST_ABOVE (paper fig. 6)."""
@@ -63,13 +64,6 @@ def _own_lengths(config: Mapping[str, Any]) -> list[int]:
         return measured[-3:]
     wanted = (next((length for length in measured if length >= factor * longest), None) for factor in (1, 2, 4))
     return [length for length in wanted if length is not None]
-
-
-def training_length(config: Mapping[str, Any]) -> int | None:
-    """Return the longest length that training may use, by the task's length policy or its context."""
-    task = config.get("task") or {}
-    longest = (task.get("lengths") or {}).get("max", task.get("context"))
-    return longest if isinstance(longest, int) else None
 
 
 def at_length(runs: Sequence[Record], metric: str, length: int) -> Summary | None:

@@ -14,7 +14,7 @@ from fpexp.reporting.record import Record
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedRun:
     """A run that an experiment asks for. `identities` are what a `Record` of it may have, one for each kind of device.
 
     `settings` are its own words, key -> value, beside those of the whole experiment and the seed.
@@ -37,7 +37,7 @@ class Plan:
     name: str
     description: str
     command: str
-    jobs: tuple[Job, ...]
+    jobs: tuple[PlannedRun, ...]
     layout: Layout
     paper: Paper | None = None
     resume: str = "fpexp train resume="
@@ -73,7 +73,7 @@ class Setting:
     config: Mapping[str, Any]
     runs: tuple[Record, ...]  # by seed
     asked: int
-    missing: tuple[Job, ...]
+    missing: tuple[PlannedRun, ...]
     unfinished: tuple[Unfinished, ...]
     repeated: tuple[tuple[Record, tuple[Record, ...]], ...]
 
@@ -104,7 +104,7 @@ class Outcome:
 
 def match(plan: Plan, records: Sequence[Record]) -> Outcome:
     """Give each setting of a plan its runs: those with the same config, of whatever seed."""
-    groups: dict[frozenset[str], list[Job]] = {}
+    groups: dict[frozenset[str], list[PlannedRun]] = {}
     for job in plan.jobs:
         groups.setdefault(job.identities, []).append(job)
     names = plan.layout.names or _varying(plan.jobs)
@@ -112,14 +112,14 @@ def match(plan: Plan, records: Sequence[Record]) -> Outcome:
     return Outcome(plan, tuple(_distinct(settings)))
 
 
-def _varying(jobs: Iterable[Job]) -> list[str]:
+def _varying(jobs: Iterable[PlannedRun]) -> list[str]:
     """Return the keys whose words are not the same in all jobs, in the order in which they come."""
     jobs = list(jobs)
     keys = dict.fromkeys(key for job in jobs for key in job.settings)
     return [key for key in keys if len({job.settings.get(key) for job in jobs}) > 1]
 
 
-def _setting(jobs: Sequence[Job], names: Sequence[str], plan: Plan, records: Sequence[Record]) -> Setting:
+def _setting(jobs: Sequence[PlannedRun], names: Sequence[str], plan: Plan, records: Sequence[Record]) -> Setting:
     (first, *_), layout = jobs, plan.layout
     by_seed: dict[int, list[Record]] = {}
     for record in records:
@@ -148,7 +148,7 @@ def _setting(jobs: Sequence[Job], names: Sequence[str], plan: Plan, records: Seq
     )
 
 
-def _unfinished(record: Record, job: Job | None, resume: str) -> Unfinished:
+def _unfinished(record: Record, job: PlannedRun | None, resume: str) -> Unfinished:
     why = record.state + (f": {record.reason}" if record.reason else "")
     command = job.command if job else None
     if record.state == "finished":

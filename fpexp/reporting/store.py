@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def summarise(run: RunFolder) -> RunSummary:
     config = read_plain_config(run)
     if config is None:
         return RunSummary(run.id, "?", "?", f"{state}, unreadable config", None, None, None, None)
-    length = _longest_allowed(config)
+    length = training_length(config)
     try:
         rows = {row["length"]: row for row in _rows(run.curve)}
     except UserError:
@@ -105,8 +106,8 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _longest_allowed(config: dict[str, Any]) -> int | None:
+def training_length(config: Mapping[str, Any]) -> int | None:
     """Return the longest length that training may use, by the task's length policy or its context."""
-    task = config["task"]
+    task = config.get("task") or {}
     longest = (task.get("lengths") or {}).get("max", task.get("context"))
     return longest if isinstance(longest, int) else None

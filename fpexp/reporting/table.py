@@ -16,11 +16,11 @@ from fpexp.reporting.measured import (
     longest_above,
     metrics_of,
     summarise,
-    training_length,
 )
 from fpexp.reporting.outcome import Outcome, Setting
 from fpexp.reporting.paper import Paper
 from fpexp.reporting.record import Record
+from fpexp.reporting.store import training_length
 
 NOTHING = "-"
 REPORTED = "paper, as reported"

@@ -14,7 +14,7 @@ from fpexp.reporting.chart import Chart, Panel, charts_of
 from fpexp.reporting.drawing import draw
 from fpexp.reporting.layout import Figure, Layout
 from fpexp.reporting.measured import lengths_of, longest_above, summarise
-from fpexp.reporting.outcome import Job, Plan, label_of, match
+from fpexp.reporting.outcome import Plan, PlannedRun, label_of, match
 from fpexp.reporting.record import Record
 from fpexp.reporting.report import Found, make_report
 
@@ -30,13 +30,13 @@ def config(model: str = "lstm", task: str = "a5", seed: int = 0, cap: int = 2) -
     }
 
 
-def job(seed: int = 0, cap: int = 2, **values: str) -> Job:
+def job(seed: int = 0, cap: int = 2, **values: str) -> PlannedRun:
     settings = {**values, "schedule.max_iterations": str(cap)}
     made = config(values.get("model", "lstm"), values.get("task", "a5"), seed, cap)
-    return Job(seed, settings, "fpexp train", made, frozenset([repr(sorted(settings.items()))]))
+    return PlannedRun(seed, settings, "fpexp train", made, frozenset([repr(sorted(settings.items()))]))
 
 
-def run(of: Job, accuracies: Any = (1.0, 0.9, 0.5, 0.2), **more: Any) -> Record:
+def run(of: PlannedRun, accuracies: Any = (1.0, 0.9, 0.5, 0.2), **more: Any) -> Record:
     (identity,) = of.identities
     metrics = tuple(
         {"kind": "validation", "step": step, "seconds": step * 10.0, "token_accuracy": step / 10, "length": 4, **more}
@@ -48,11 +48,11 @@ def run(of: Job, accuracies: Any = (1.0, 0.9, 0.5, 0.2), **more: Any) -> Record:
     return Record(f"{identity}-{of.seed}", "runs", identity, of.config, "finished", "", ended, rows, metrics, {}, none)
 
 
-def charts(layout: Layout, jobs: list[Job], runs: list[Record]) -> tuple[Chart, ...]:
+def charts(layout: Layout, jobs: list[PlannedRun], runs: list[Record]) -> tuple[Chart, ...]:
     return charts_of(match(Plan("x", "", "", tuple(jobs), layout), runs))
 
 
-def chart(layout: Layout, jobs: list[Job], runs: list[Record]) -> Chart:
+def chart(layout: Layout, jobs: list[PlannedRun], runs: list[Record]) -> Chart:
     (made,) = charts(layout, jobs, runs)
     return made
 
@@ -126,12 +126,12 @@ def test_over_training_and_into_layers() -> None:
 
 
 def test_a_number_of_the_config_that_settings_have_under_several_keys() -> None:
-    def made(key: str, value: int) -> Job:
+    def made(key: str, value: int) -> PlannedRun:
         name = "model.layers" if key == "layers" else "model.channel_mixer.rank"
         settings = {"model": "mamba" if key == "layers" else "fp", name: str(value)}
         model = {"layers": value} if key == "layers" else {"layers": 1, "channel_mixer": {"rank": value}}
         full = {**config(settings["model"]), "model": model}
-        return Job(0, settings, "", full, frozenset([repr(settings)]))
+        return PlannedRun(0, settings, "", full, frozenset([repr(settings)]))
 
     jobs = [made("layers", 2), made("layers", 4), made("rank", 1)]
     figure = Figure("setting", x=["model.channel_mixer.rank", "model.layers"])
@@ -192,7 +192,7 @@ def test_settings_are_named_by_the_keys_of_the_layout() -> None:
 
 
 def test_settings_of_one_name_are_told_apart() -> None:
-    jobs = [Job(0, {}, "", config(), frozenset([name])) for name in "ab"]
+    jobs = [PlannedRun(0, {}, "", config(), frozenset([name])) for name in "ab"]
     assert [s.label for s in match(Plan("x", "", "", tuple(jobs), Layout()), []).settings] == ["lstm", "lstm (2)"]
 
 
