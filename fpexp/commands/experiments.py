@@ -10,6 +10,7 @@ from fpexp.config.catalogue import choices, conf_dir
 from fpexp.config.compose import compose, expand, measured_afterwards
 from fpexp.config.quoting import shell_word
 from fpexp.config.run import RunConfig
+from fpexp.measurement import parse_measurements
 from fpexp.reporting.layout import read_layout
 from fpexp.reporting.outcome import Plan, PlannedRun
 from fpexp.reporting.paper import read_paper
@@ -27,7 +28,8 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
     common = [f"experiment={name}", *words]
     jobs = []
     expanded = expand(common)
-    verb = ["train", "-m"] if measured_afterwards(expanded[0]) else ["train"]  # a sweep measures, also of one job
+    measurements = parse_measurements(measured_afterwards(expanded[0]), "sweep.evaluate")
+    verb = ["train", "-m"] if measurements else ["train"]  # a sweep measures, also of one job
     for job in expanded:
         shared = [word for word in common if word in job]  # not those that name several values
         own = [word for word in job if word not in shared]
@@ -43,7 +45,8 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
         )
     command = _command(["train", "-m", *common, *where]) if len(jobs) > 1 else jobs[0].command
     resume = _command(["train", *where, "resume="])
-    return Plan(name, description, command, tuple(jobs), layout, paper, resume)
+    evaluations = {made.kind: made.asked() for made in reversed(measurements)}  # of a kind the first
+    return Plan(name, description, command, tuple(jobs), layout, paper, resume, evaluations)
 
 
 def identities(config: RunConfig) -> frozenset[str]:

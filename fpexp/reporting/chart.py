@@ -170,7 +170,7 @@ def _by_length(drawn: _Drawn) -> Panel:
 
 def _agreement(drawn: _Drawn) -> Panel:
     def points(setting: Setting) -> Iterable[Point]:
-        rows = [(run.id, row) for run in setting.runs for row in run.evaluations["agreement"]]
+        rows = [(run.id, row) for run in setting.runs for row in drawn.outcome.evaluated(run, "agreement")]
         yield from _points(rows, "length", drawn.metric)
 
     return drawn.panel(Axis("length", "log2"), drawn.lines(points), marked=True)
@@ -209,7 +209,7 @@ def _by_setting(drawn: _Drawn) -> Panel:
 
 def _by_cap(drawn: _Drawn) -> Panel:
     def points(setting: Setting, length: int) -> Iterable[Point]:
-        rows = [(run.id, row) for run in setting.runs for row in run.evaluations["iterations"]]
+        rows = [(run.id, row) for run in setting.runs for row in drawn.outcome.evaluated(run, "iterations")]
         return _points([(run, row) for run, row in rows if row.get("length") == length], "max_iterations", drawn.metric)
 
     lines = drawn.grouped(points, [])

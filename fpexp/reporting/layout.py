@@ -14,8 +14,8 @@ report:
                                    # x: a key with numbers (of several the one that a setting has), or seconds, steps,
                                    # parameters, reached
     - {kind: training, x: step, rows: validation, metrics: layers.0.iterations_mean} # x: or seconds; rows: or train
-    - {kind: iterations}           # by the cap, from fpexp evaluate max_iterations=[...]
-    - {kind: agreement, metrics: distance_mean} # by length, from fpexp evaluate against=...
+    - {kind: iterations}           # by the cap, from the first of sweep.evaluate that has max_iterations
+    - {kind: agreement, metrics: distance_mean} # by length, from the first of sweep.evaluate that has against
   benchmarks: [complexity]         # what fpexp bench has measured, in the place of runs
   on_request: false                # true: reported only where it is named
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fpexp.reporting.layout import Layout
@@ -31,7 +31,8 @@ class PlannedRun:
 class Plan:
     """An experiment: what it asks for, how it is reported, what the paper has.
 
-    `command` runs all that is missing, `resume` (with an id behind it) goes on with a run.
+    `command` runs all that is missing, `resume` (with an id behind it) goes on with a run. `evaluations` are what it
+    has measured of every finished run, its sweep.evaluate: kind -> what is asked for.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Plan:
     layout: Layout
     paper: Paper | None = None
     resume: str = "fpexp train resume="
+    evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def title(self) -> str:
@@ -100,6 +102,11 @@ class Outcome:
     def runs(self) -> list[Record]:
         """All runs that count."""
         return [run for setting in self.settings for run in setting.runs]
+
+    def evaluated(self, run: Record, kind: str) -> Sequence[Mapping[str, Any]]:
+        """Return the rows of the evaluation that the experiment asks for, whatever else the run was measured for."""
+        asked = self.plan.evaluations.get(kind)
+        return () if asked is None else run.evaluated(kind, asked)
 
 
 def match(plan: Plan, records: Sequence[Record]) -> Outcome:

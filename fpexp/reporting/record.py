@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fpexp.errors import FpexpError, first_line
-from fpexp.reporting.store import read_plain_config
+from fpexp.reporting.store import read_plain_config, settings_beside
 from fpexp.run_folder import RunFolder, read_rows
 
 PLACES = ("runs", "reference/runs")
@@ -20,6 +20,15 @@ PLACES = ("runs", "reference/runs")
 
 EVALUATIONS = ("iterations", "agreement")
 """What a run may have been measured for besides its curve, by `fpexp evaluate`."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One such measurement: its kind, of EVALUATIONS, what was asked for (its settings.json), and its rows."""
+
+    kind: str
+    asked: Any
+    rows: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,7 @@ class Record:
     curve: tuple[Mapping[str, Any], ...]  # ascending in length
     metrics: tuple[Mapping[str, Any], ...]
     environment: Mapping[str, Any]  # of its last sitting
-    evaluations: Mapping[str, Sequence[Mapping[str, Any]]]  # kind, of EVALUATIONS, -> newest rows
+    evaluations: tuple[Evaluation, ...] = ()  # oldest first
     problems: tuple[str, ...] = ()
 
     @property
@@ -79,6 +88,11 @@ class Record:
     def by_length(self) -> dict[int, Mapping[str, Any]]:
         """The rows of the curve."""
         return {row["length"]: row for row in self.curve}
+
+    def evaluated(self, kind: str, asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Return the rows of the newest evaluation that was asked for just so; none where there is none."""
+        found = (made.rows for made in reversed(self.evaluations) if (made.kind, made.asked) == (kind, asked))
+        return next(found, ())
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
@@ -142,7 +156,7 @@ def _read(run: RunFolder, place: str, identify: Callable[[RunFolder], str]) -> R
         curve=tuple(sorted(whole, key=lambda row: row["length"])),
         metrics=tuple(_rows(run.metrics, problems)),
         environment=environment,
-        evaluations={kind: _evaluation(run, kind, problems) for kind in EVALUATIONS},
+        evaluations=_evaluations(run, problems),
         problems=tuple(problems),
     )
 
@@ -163,10 +177,10 @@ def _rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return whole
 
 
-def _evaluation(run: RunFolder, kind: str, problems: list[str]) -> list[dict[str, Any]]:
-    """Read the rows of the newest evaluation of a kind; its file has this name only when it is whole."""
-    files = sorted((run.path / "evaluations").glob(f"*/{kind}.jsonl"))
-    return _rows(files[-1], problems) if files else []
+def _evaluations(run: RunFolder, problems: list[str]) -> tuple[Evaluation, ...]:
+    """Read what the run was measured for later; a file has its name only when it is whole."""
+    files = [path for kind in EVALUATIONS for path in (run.path / "evaluations").glob(f"*/{kind}.jsonl")]
+    return tuple(Evaluation(path.stem, settings_beside(path), _rows(path, problems)) for path in sorted(files))
 
 
 def _environment(run: RunFolder, problems: list[str]) -> dict[str, Any]:

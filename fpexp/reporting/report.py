@@ -107,12 +107,17 @@ def _section(plan: Plan, found: Found) -> Section:
 
 def _unmeasured(outcome: Outcome) -> list[tuple[str, str | None]]:
     """Return the runs that a figure needs another evaluation of; what is under reference/ has no weights for it."""
-    kinds = [figure.kind for figure in outcome.plan.layout.figures if figure.kind in EVALUATIONS]
+    plan = outcome.plan
+    kinds = [figure.kind for figure in plan.layout.figures if figure.kind in EVALUATIONS]
     return [
-        (f"{run.place}/{run.id}: no evaluation of {kind}", outcome.plan.command if run.place == "runs" else None)
+        (
+            f"{run.place}/{run.id}: no evaluation of {kind}"
+            + ("" if kind in plan.evaluations else ", which the experiment's sweep.evaluate does not ask for"),
+            plan.command if run.place == "runs" and kind in plan.evaluations else None,
+        )
         for run in outcome.runs
         for kind in kinds
-        if not run.evaluations[kind] and any(number(row, "iterations_mean") is not None for row in run.curve)
+        if not outcome.evaluated(run, kind) and any(number(row, "iterations_mean") is not None for row in run.curve)
     ]
 
 

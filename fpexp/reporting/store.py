@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,14 @@ def read_plain_config(run: RunFolder) -> dict[str, Any] | None:
     except (OSError, UserError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
         return None
     return dict(config)
+
+
+def settings_beside(path: Path) -> Any:
+    """Read what an evaluation was asked for; None where that cannot be read."""
+    try:
+        return json.loads((path.parent / "settings.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

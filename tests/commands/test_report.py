@@ -364,6 +364,28 @@ def test_curves_are_numbers_in_the_page_that_nothing_can_end(report: CommandLine
     assert not re.findall(r'(?:src|href)="(?!#)', html)  # it loads nothing and leads nowhere else
 
 
+def test_an_evaluation_with_other_settings_changes_nothing(cli: CommandLine) -> None:
+    """What the experiment's sweep.evaluate asks for is reported, whatever else was measured later."""
+    experiment = "experiment=fig12_sequential_parallel"
+    run = record(RESULTS, "run", small(experiment, "solver=auto"))
+
+    def evaluated(time: str, asked: dict[str, object], kind: str, **row: float) -> None:
+        folder = run.path / "evaluations" / time
+        folder.mkdir(parents=True)
+        (folder / "settings.json").write_text(json.dumps(asked))
+        write_rows(folder / f"{kind}.jsonl", [{"length": 4, **row}])
+
+    asked = {"samples": 256, "solver": "picard", "against": "sequential"}
+    evaluated("1", asked, "agreement", distance_mean=0.25)
+    evaluated("2", {**asked, "samples": 8}, "agreement", distance_mean=9.5)
+    evaluated("3", {"lengths": [4], "solver": "picard"}, "curve", token_accuracy=0.125)
+    assert cli("report", experiment, *SMALL).code == 0
+    assert row_of("auto")[1:3] == ["1", "0.700"]
+    figure = (RESULTS / "report/csv/fig12_sequential_parallel_figure.csv").read_text()
+    assert "0.25" in figure
+    assert "9.5" not in figure
+
+
 def test_text_is_reported_by_its_perplexity(cli: CommandLine) -> None:
     run = record(RESULTS, "run", lstm())
     rows = [curve_row(n, 0.5, perplexity=4.0 + n, unigram_perplexity=20.0) for n in (2, 4, 8, 16)]

@@ -15,7 +15,7 @@ from fpexp.reporting.drawing import draw
 from fpexp.reporting.layout import Figure, Layout
 from fpexp.reporting.measured import lengths_of, longest_above, summarise
 from fpexp.reporting.outcome import Plan, PlannedRun, label_of, match
-from fpexp.reporting.record import Record
+from fpexp.reporting.record import Evaluation, Record
 from fpexp.reporting.report import Found, make_report
 
 
@@ -43,9 +43,8 @@ def run(of: PlannedRun, accuracies: Any = (1.0, 0.9, 0.5, 0.2), **more: Any) -> 
         for step in (2, 4)
     )
     rows = tuple(curve_row(n, a, iterations_mean=2.0 * n) for n, a in zip((2, 4, 8, 16), accuracies, strict=True))
-    none: dict[str, Any] = {"iterations": (), "agreement": ()}
     ended = datetime(2026, 1, 1, tzinfo=UTC)
-    return Record(f"{identity}-{of.seed}", "runs", identity, of.config, "finished", "", ended, rows, metrics, {}, none)
+    return Record(f"{identity}-{of.seed}", "runs", identity, of.config, "finished", "", ended, rows, metrics, {})
 
 
 def charts(layout: Layout, jobs: list[PlannedRun], runs: list[Record]) -> tuple[Chart, ...]:
@@ -144,11 +143,20 @@ def test_what_a_run_was_evaluated_for_besides_its_curve() -> None:
     one = job()
     capped = [{"max_iterations": cap, "length": n, "token_accuracy": cap / 10} for cap in (2, 4) for n in (4, 8, 2)]
     apart = [{"length": n, "distance_mean": n / 100} for n in (2, 4)]
-    evaluated = {"iterations": capped, "agreement": apart}
+    asked: dict[str, dict[str, Any]] = {}
+    asked |= {"iterations": {"solver": "picard", "max_iterations": [2, 4]}, "agreement": {"against": "sequential"}}
+    stranger = [{"max_iterations": 2, "length": 4, "token_accuracy": 0.0}]
+    evaluated = (
+        Evaluation("iterations", asked["iterations"], capped),
+        Evaluation("iterations", {"solver": "picard", "max_iterations": [2]}, stranger),  # newer, by hand
+        Evaluation("agreement", asked["agreement"], apart),
+        Evaluation("agreement", None, [{"length": 2, "distance_mean": 9.0}]),
+    )
     tolerant = {**one.config, "solver": {"tolerance": 0.1}}
     measured = dataclasses.replace(run(one), evaluations=evaluated, config=tolerant)
     figures = [Figure("iterations"), Figure("agreement", ["distance_mean"]), Figure("curve")]
-    caps, distances, curve = charts(Layout(figures=figures, at=[4, 8]), [one], [measured])
+    plan = Plan("x", "", "", (one,), Layout(figures=figures, at=[4, 8]), evaluations=asked)
+    caps, distances, curve = charts_of(match(plan, [measured]))
     expected = {"lstm, length 4": [(2, 0.2), (4, 0.4)], "lstm, length 8": [(2, 0.2), (4, 0.4)]}
     assert lines(caps.panels[0]) == expected
     assert lines(distances.panels[0]) == {"lstm": [(2, 0.02), (4, 0.04)]}
@@ -223,10 +231,17 @@ def test_a_run_without_the_evaluation_that_a_figure_needs_is_said() -> None:
     one, other = job(model="fp"), job(model="lstm")
     unsolved = dataclasses.replace(run(other), curve=(curve_row(4, 0.5, iterations_mean=None),))
     layout = Layout(figures=[Figure("curve"), Figure("agreement", ["distance_mean"])])
-    plan = Plan("x", "", "fpexp train -m experiment=x", (one, other), layout)
+    asked = {"agreement": {"against": "sequential"}}
+    plan = Plan("x", "", "fpexp train -m experiment=x", (one, other), layout, evaluations=asked)
     (section,) = make_report([plan], Found([run(one), unsolved], {}, {}, []), whole=False).sections
     assert [command for _, command in section.unfinished] == ["fpexp train -m experiment=x"]
     assert section.unfinished[0][0].endswith("no evaluation of agreement")
-    measured = dataclasses.replace(run(one), evaluations={"agreement": [{"length": 4, "distance_mean": 0.1}]})
+    rows = [{"length": 4, "distance_mean": 0.1}]
+    measured = dataclasses.replace(run(one), evaluations=(Evaluation("agreement", asked["agreement"], rows),))
     (section,) = make_report([plan], Found([measured, unsolved], {}, {}, []), whole=False).sections
     assert section.unfinished == ()
+    unasked = dataclasses.replace(plan, evaluations={})
+    (section,) = make_report([unasked], Found([measured], {}, {}, []), whole=False).sections
+    ((what, command),) = section.unfinished
+    assert "does not ask for" in what
+    assert command is None
