@@ -44,9 +44,9 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
             )
         )
     command = _command(["train", "-m", *common, *where]) if len(jobs) > 1 else jobs[0].command
-    resume = _command(["train", *where, "resume="])
+    resume, measure = _command(["train", *where, "resume="]), _command(["evaluate", *where, "run="])
     evaluations = {made.kind: made.asked() for made in reversed(measurements)}  # of a kind the first
-    return Plan(name, description, command, tuple(jobs), layout, paper, resume, evaluations)
+    return Plan(name, description, command, tuple(jobs), layout, paper, resume, measure, evaluations)
 
 
 def identities(config: RunConfig) -> frozenset[str]:

@@ -12,7 +12,7 @@ from fpexp.run_folder import read_rows
 from fpexp.sweep_folder import own_words
 from fpexp.tracking.console import note, print_table
 
-NOT_DONE = ("missing", "failed", "interrupted", "lost")
+NOT_DONE = ("missing", "failed", "interrupted", "lost", "damaged")
 
 
 def run(arguments: list[str]) -> int:

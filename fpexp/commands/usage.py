@@ -37,7 +37,8 @@ SWEEP = """\
 usage: fpexp sweep status experiment=<name> [group=choice,... ...] [key=value,... ...]
 
 Lists the jobs that fpexp train -m would have with these words, and of each whether it is finished, recorded (finished,
-under sweep.recorded), running, interrupted, lost (its process is gone), failed (with the reason) or missing; "not
+under sweep.recorded), running, interrupted, lost (its process is gone), failed (with the reason), damaged (its
+curve cannot be read) or missing; "not
 measured" where the experiment has something measured after training that is still to be done. Then the commands that
 make what is not done. Reads files only; the exit code is 0 whatever they say."""
 

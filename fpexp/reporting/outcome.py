@@ -31,8 +31,9 @@ class PlannedRun:
 class Plan:
     """An experiment: what it asks for, how it is reported, what the paper has.
 
-    `command` runs all that is missing, `resume` (with an id behind it) goes on with a run. `evaluations` are what it
-    has measured of every finished run, its sweep.evaluate: kind -> what is asked for.
+    `command` runs all that is missing, `resume` (with an id behind it) goes on with a run, `measure` measures its
+    curve anew. `evaluations` are what it has measured of every finished run, its sweep.evaluate: kind -> what is asked
+    for.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Plan:
     layout: Layout
     paper: Paper | None = None
     resume: str = "fpexp train resume="
+    measure: str = "fpexp evaluate run="
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -52,7 +54,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A run that was begun and has no curve, and the command that goes on with it or makes it anew, if one does.
+    """A run that was begun and has no whole curve, and the command that goes on with it or makes it anew, if one does.
 
     `asked`: the grid has its seed.
     """
@@ -141,7 +143,7 @@ def _setting(jobs: Sequence[PlannedRun], names: Sequence[str], plan: Plan, recor
             if others:
                 repeated.append((best, tuple(others)))
         else:
-            unfinished.append(_unfinished(best, jobs_of_seed.get(seed), plan.resume))
+            unfinished.append(_unfinished(best, jobs_of_seed.get(seed), plan))
     values = {key: first.settings[key] for key in names if key in first.settings}
     return Setting(
         label=label_of(values, layout) or layout.labels.get(_model(first.config), _model(first.config)),
@@ -155,15 +157,15 @@ def _setting(jobs: Sequence[PlannedRun], names: Sequence[str], plan: Plan, recor
     )
 
 
-def _unfinished(record: Record, job: PlannedRun | None, resume: str) -> Unfinished:
+def _unfinished(record: Record, job: PlannedRun | None, plan: Plan) -> Unfinished:
     why = record.state + (f": {record.reason}" if record.reason else "")
     command = job.command if job else None
-    if record.state == "finished":
-        why = "finished, without a curve that can be read"
-    elif record.state == "running":
+    if record.state == "running":
         command = None
     elif record.state in ("interrupted", "lost") and record.place == "runs":
-        command = resume + shlex.quote(record.id)
+        command = plan.resume + shlex.quote(record.id)
+    elif record.state == "damaged" and record.place == "runs" and record.has_weights:
+        command = plan.measure + shlex.quote(record.id)
     return Unfinished(record, why, command, asked=job is not None)
 
 

@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fpexp.errors import FpexpError, first_line
-from fpexp.reporting.store import read_plain_config, settings_beside
+from fpexp.errors import FpexpError, UserError, first_line
+from fpexp.reporting.store import read_plain_config, settings_beside, whole_curve
 from fpexp.run_folder import RunFolder, read_rows
 
 PLACES = ("runs", "reference/runs")
@@ -42,13 +42,14 @@ class Record:
     place: str
     identity: str | None
     config: Mapping[str, Any]
-    state: str
+    state: str  # as in status.json; `damaged`: finished, and its curve cannot be read
     reason: str
     ended: datetime
     curve: tuple[Mapping[str, Any], ...]  # ascending in length
     metrics: tuple[Mapping[str, Any], ...]
     environment: Mapping[str, Any]  # of its last sitting
     evaluations: tuple[Evaluation, ...] = ()  # oldest first
+    has_weights: bool = False
     problems: tuple[str, ...] = ()
 
     @property
@@ -56,10 +57,10 @@ class Record:
         """The run's seed."""
         return int(self.config["seed"])
 
-    @cached_property
+    @property
     def finished(self) -> bool:
-        """Whether it ended well and its curve can be read."""
-        return self.state == "finished" and bool(self.curve)
+        """Whether it ended well and its curve is whole."""
+        return self.state == "finished"
 
     @cached_property
     def steps(self) -> int | None:
@@ -136,11 +137,14 @@ def _read(run: RunFolder, place: str, identify: Callable[[RunFolder], str]) -> R
         except (FpexpError, OSError) as error:
             problems.append(f"its config is not one of this version: {first_line(error)}")
     status = run.status()
-    curve = _rows(run.curve, problems)
-    whole = [row for row in curve if _is_length(row.get("length"))]
-    if len(whole) < len(curve):
-        problems.append("curve.jsonl has rows without a length, left out")
-    for row in whole:
+    state, reason, curve = str(status.get("state")), status.get("reason"), []
+    if state == "finished" and config is not None:
+        try:
+            curve = whole_curve(run, config["evaluation"]["lengths"])
+        except UserError as error:
+            state, reason = "damaged", error
+            problems.append(f"damaged: {error}")
+    for row in curve:
         lost = [key for key in row if key.endswith(("accuracy", "perplexity")) and number(row, key) is None]
         if lost:
             problems.append(f"not a number at length {row['length']}, left out: {', '.join(lost)}")
@@ -150,13 +154,14 @@ def _read(run: RunFolder, place: str, identify: Callable[[RunFolder], str]) -> R
         place=place,
         identity=identity,
         config=config or {},
-        state=str(status.get("state")),
-        reason=" ".join(str(status.get("reason") or "").split()),
+        state=state,
+        reason=" ".join(str(reason or "").split()),
         ended=_time(status.get("time")) or _time(environment.get("time")) or datetime.min.replace(tzinfo=UTC),
-        curve=tuple(sorted(whole, key=lambda row: row["length"])),
+        curve=tuple(curve),
         metrics=tuple(_rows(run.metrics, problems)),
         environment=environment,
         evaluations=_evaluations(run, problems),
+        has_weights=any(run.checkpoints.glob("step_*")),
         problems=tuple(problems),
     )
 

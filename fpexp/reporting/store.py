@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,29 @@ def read_curve(run: RunFolder, path: Path | None = None) -> Curve:
         chance=rows[0].get("chance") if rows else None,
         rows=rows,
     )
+
+
+def whole_curve(run: RunFolder, lengths: Iterable[int]) -> list[dict[str, Any]]:
+    """Return the rows of a finished run's curve, ascending, or those of `fpexp evaluate run=<id>` where it is damaged.
+
+    A curve without one of the lengths is damaged too. A `UserError` says what is wrong with it.
+    """
+    try:
+        return _whole(run.curve, lengths)
+    except UserError:
+        for path in sorted((run.path / "evaluations").glob("*/curve.jsonl"), reverse=True):
+            if settings_beside(path) == {}:  # measured again, by the run's own settings
+                with suppress(UserError):
+                    return _whole(path, lengths)
+        raise
+
+
+def _whole(path: Path, lengths: Iterable[int]) -> list[dict[str, Any]]:
+    rows = sorted(_rows(path), key=lambda row: row["length"])
+    lacking = [str(length) for length in sorted({*lengths} - {row["length"] for row in rows})]
+    if lacking:
+        raise UserError(f"{path} lacks {'length' if len(lacking) == 1 else 'lengths'} {', '.join(lacking)}")
+    return rows
 
 
 def read_plain_config(run: RunFolder) -> dict[str, Any] | None:

@@ -155,13 +155,34 @@ def test_a_value_that_is_no_number_is_left_out_and_said(report: CommandLine, val
     assert "warning: runs/broken: not a number at length 4, left out: token_accuracy" in answer.err
 
 
-def test_a_last_line_that_was_cut_short(report: CommandLine) -> None:
-    run = record(RESULTS, "run", lstm())
-    with run.curve.open("a") as curve:
-        curve.write('{"kind": "curve", "leng')
+@pytest.mark.parametrize("place", ["runs", "reference/runs"])
+def test_a_finished_run_with_a_damaged_curve_is_not_done(report: CommandLine, place: str) -> None:
+    """It is listed with what mends it: measuring it anew, where it has weights, or else training."""
+    run = record(RESULTS, "run", lstm(), place=place)
+    (run.checkpoints / "step_6").mkdir(parents=True)
+    run.curve.write_text(run.curve.read_text()[:-9])
     answer = report()
+    assert f"warning: {place}/run: damaged: results/{place}/run/curve.jsonl lacks length 16" in answer.err
+    assert row_of("lstm")[1] == "0 of 1"
+    (line,) = [line for line in text().splitlines() if line.startswith(f"- {place}/run (")]
+    assert line.startswith(f"- {place}/run (lstm, seed 0): damaged: results/{place}/run/curve.jsonl lacks length 16; ")
+    command = "fpexp evaluate run=run" if place == "runs" else "fpexp train experiment=demo_a4"
+    assert line.partition("; ")[2].startswith(f"`{command}")
+
+
+def test_a_curve_that_was_measured_anew_takes_the_place_of_a_damaged_one(report: CommandLine) -> None:
+    run = record(RESULTS, "run", lstm())
+    for name, asked, accuracy in (("1", {}, 0.25), ("2", {"lengths": [2, 4, 8, 16], "samples": 8}, 0.5)):
+        folder = run.path / "evaluations" / name
+        folder.mkdir(parents=True)
+        (folder / "settings.json").write_text(json.dumps(asked))
+        write_rows(folder / "curve.jsonl", [curve_row(length, accuracy) for length in (2, 4, 8, 16)])
+    report()
     assert row_of("lstm")[1:3] == ["1", "0.900"]
-    assert "warning: runs/run: the last line of its curve.jsonl is cut short and left out" in answer.err
+    run.curve.unlink()
+    answer = report()
+    assert "damaged" not in answer.err
+    assert row_of("lstm")[1:3] == ["1", "0.250"]
 
 
 @pytest.mark.parametrize(
@@ -169,10 +190,11 @@ def test_a_last_line_that_was_cut_short(report: CommandLine) -> None:
     [
         ("config.yaml", "a: [1", "its config.yaml cannot be read"),
         ("config.yaml", None, "its config.yaml cannot be read"),
-        ("curve.jsonl", "no\n{}\n", "its curve.jsonl cannot be read: line 1"),
-        ("curve.jsonl", b"\xff\n", "its curve.jsonl cannot be read"),
-        ("curve.jsonl", "[1]\n{}\n", "its curve.jsonl has lines that are no rows"),
-        ("curve.jsonl", "[" * 10**5 + "\n{}\n", "its curve.jsonl cannot be read: line 1"),
+        ("curve.jsonl", "no\n{}\n", "damaged: line 1 of results/runs/broken/curve.jsonl is not JSON"),
+        ("curve.jsonl", b"\xff\n", "damaged: cannot read results/runs/broken/curve.jsonl"),
+        ("curve.jsonl", "[1]\n{}\n", "damaged: results/runs/broken/curve.jsonl has lines that are no rows"),
+        ("curve.jsonl", "[" * 10**5 + "\n{}\n", "damaged: line 1 of results/runs/broken/curve.jsonl"),
+        ("curve.jsonl", None, "damaged: results/runs/broken/curve.jsonl lacks lengths 2, 4, 8, 16"),
         ("metrics.jsonl", b"\xff\n", "its metrics.jsonl cannot be read"),
         ("environment.json", "[]", "its environment.json cannot be read"),
         ("status.json", "[1]", None),
