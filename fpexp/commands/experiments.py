@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fpexp.bench import load
 from fpexp.build import settle_for_device, uses_solver
 from fpexp.config.catalogue import choices, conf_dir
 from fpexp.config.compose import compose, expand, measured_afterwards
@@ -12,7 +13,7 @@ from fpexp.config.quoting import shell_word
 from fpexp.config.run import RunConfig
 from fpexp.measurement import parse_measurements
 from fpexp.reporting.layout import read_layout
-from fpexp.reporting.outcome import Plan, PlannedRun
+from fpexp.reporting.outcome import Plan, PlannedBenchmark, PlannedRun
 from fpexp.reporting.paper import read_paper
 from fpexp.run_folder import RunFolder
 
@@ -24,7 +25,9 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
     paper = read_paper(results_dir, name)
     where = [f"results_dir={results_dir}"] if results_dir != Path("results") else []
     if layout.benchmarks:
-        return Plan(name, description, _command(["bench", *layout.benchmarks, *where]), (), layout, paper)
+        command = _command(["bench", *layout.benchmarks, *where])
+        benchmarks = tuple(_benchmark(one, where) for one in layout.benchmarks)
+        return Plan(name, description, command, (), layout, paper, benchmarks=benchmarks)
     common = [f"experiment={name}", *words]
     jobs = []
     expanded = expand(common)
@@ -47,6 +50,11 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
     resume, measure = _command(["train", *where, "resume="]), _command(["evaluate", *where, "run="])
     evaluations = {made.kind: made.asked() for made in reversed(measurements)}  # of a kind the first
     return Plan(name, description, command, tuple(jobs), layout, paper, resume, measure, evaluations)
+
+
+def _benchmark(name: str, where: Sequence[str]) -> PlannedBenchmark:
+    needed = getattr(load(name), "needed", tuple)
+    return PlannedBenchmark(name, _command(["bench", name, *where]), tuple(needed()))
 
 
 def identities(config: RunConfig) -> frozenset[str]:

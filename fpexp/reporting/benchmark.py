@@ -1,4 +1,4 @@
-"""Recorded benchmarks as tables: the newest file of each under bench/, one's own or the committed one."""
+"""Recorded benchmarks as tables: those under bench/, one's own and the committed ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fpexp.errors import first_line
+from fpexp.reporting.outcome import PlannedBenchmark
 from fpexp.reporting.table import NOTHING, Table
 
 PLACES = ("bench", "reference/bench")
@@ -16,17 +17,30 @@ PLACES = ("bench", "reference/bench")
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What `fpexp bench` measured: where it stands, on which machine, and a table for each group of contenders."""
+    """What `fpexp bench` measured: where it stands, on which machine, and a table for each group of contenders.
+
+    `measured` are the (group, contender, number) that there are; None is the time.
+    """
 
     name: str
     file: str
     machine: str
     tables: tuple[tuple[str, Table], ...]
+    measured: frozenset[tuple[str, str, str | None]] = frozenset()
+
+    def lacks(self, planned: PlannedBenchmark) -> list[str]:
+        """Return what a table needs of it and it has not measured."""
+        rows = [(f"{group},", contender, number) for group, contender, number in self.measured]
+        return [
+            " ".join(part for part in (f"{group}, {contender}", number) if part)
+            for group, contender, number in planned.needed
+            if not any(row[0].startswith(f"{group},") and row[1:] == (contender, number) for row in rows)
+        ]
 
 
-def read_benchmarks(results_dir: Path) -> tuple[dict[str, Benchmark], list[str]]:
-    """Return the newest readable benchmark of each name, and a line for each file that is not one."""
-    found: dict[str, tuple[str, Benchmark]] = {}
+def read_benchmarks(results_dir: Path) -> tuple[dict[str, list[Benchmark]], list[str]]:
+    """Return the readable benchmarks by name, of each the newest first, and a line for each file that is not one."""
+    found: dict[str, list[tuple[str, Benchmark]]] = {}
     problems = []
     for place in PLACES:
         for path in sorted((results_dir / place).glob("*.json")):
@@ -37,9 +51,9 @@ def read_benchmarks(results_dir: Path) -> tuple[dict[str, Benchmark], list[str]]
             except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 problems.append(f"{file}: no benchmark that can be read: {first_line(error)}")
                 continue
-            if made.name not in found or time > found[made.name][0]:
-                found[made.name] = (time, made)
-    return {name: made for name, (_, made) in sorted(found.items())}, problems
+            found.setdefault(made.name, []).append((time, made))
+    newest_first = {name: sorted(made, key=lambda one: one[0], reverse=True) for name, made in sorted(found.items())}
+    return {name: [benchmark for _, benchmark in made] for name, made in newest_first.items()}, problems
 
 
 def _benchmark(raw: Mapping[str, Any], file: str) -> Benchmark:
@@ -48,7 +62,13 @@ def _benchmark(raw: Mapping[str, Any], file: str) -> Benchmark:
     machine = f"{environment['device']}{threads}, {environment['cpus']} CPUs; {environment['command']}"
     groups = dict.fromkeys(str(row["group"]) for row in rows)
     tables = tuple((group, _table([row for row in rows if str(row["group"]) == group])) for group in groups)
-    return Benchmark(str(raw["benchmark"]), file, machine, tables)
+    measured = [
+        (str(row["group"]), str(row["contender"]), name)
+        for row in rows
+        for name, value in {None: row.get("median_s"), **row["numbers"]}.items()
+        if value is not None
+    ]
+    return Benchmark(str(raw["benchmark"]), file, machine, tables, frozenset(measured))
 
 
 def _table(rows: list[Mapping[str, Any]]) -> Table:

@@ -28,6 +28,16 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
+class PlannedBenchmark:
+    """A benchmark that an experiment asks for. `needed`: how a row's group begins, the row, and a number of it or None
+    for its time alone."""
+
+    name: str
+    command: str
+    needed: tuple[tuple[str, str, str | None], ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """An experiment: what it asks for, how it is reported, what the paper has.
 
@@ -45,6 +55,7 @@ class Plan:
     resume: str = "fpexp train resume="
     measure: str = "fpexp evaluate run="
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    benchmarks: tuple[PlannedBenchmark, ...] = ()
 
     @property
     def title(self) -> str:

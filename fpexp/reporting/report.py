@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fpexp.reporting.benchmark import Benchmark
 from fpexp.reporting.chart import Chart, charts_of
-from fpexp.reporting.outcome import Outcome, Plan, Setting, match
+from fpexp.reporting.outcome import Outcome, Plan, PlannedBenchmark, Setting, match
 from fpexp.reporting.paper import Paper
 from fpexp.reporting.record import EVALUATIONS, Record, number
 from fpexp.reporting.table import REPORTED, Table, runs_of, table_of
@@ -37,7 +37,7 @@ class Section:
     @property
     def done(self) -> str:
         """How many of its runs or benchmarks are there."""
-        asked = self.plan.layout.benchmarks
+        asked = self.plan.benchmarks
         if asked:
             return f"{len(self.benchmarks)} of {len(asked)}"
         return f"{self.outcome.done} of {self.outcome.asked}"
@@ -48,7 +48,7 @@ class Found:
     """What is recorded under a results folder; `problems` are one line each."""
 
     records: Sequence[Record]
-    benchmarks: Mapping[str, Benchmark]
+    benchmarks: Mapping[str, Sequence[Benchmark]]  # of each name the newest first
     papers: Mapping[str, Paper]  # of no experiment
     problems: Sequence[str]
 
@@ -73,17 +73,15 @@ def make_report(plans: Sequence[Plan], found: Found, whole: bool) -> Report:
     problems = (*found.problems, *lines)
     if not whole:
         return Report(sections, (), None, None, problems)
-    used = {name for plan in plans for name in plan.layout.benchmarks}
-    benchmarks = tuple(made for name, made in found.benchmarks.items() if name not in used)
+    used = {planned.name for plan in plans for planned in plan.benchmarks}
+    benchmarks = tuple(newest for name, (newest, *_) in found.benchmarks.items() if name not in used)
     rest = [record for record in found.records if record.identity is not None and record.identity not in known]
     return Report(sections, benchmarks, _papers(found.papers), _others(rest), problems)
 
 
 def _section(plan: Plan, found: Found) -> Section:
     outcome = match(plan, found.records)
-    asked = plan.layout.benchmarks
     missing = [job.command for setting in outcome.settings for job in setting.missing]
-    missing += [f"fpexp bench {name}" for name in asked if name not in found.benchmarks]
     unfinished = [
         (
             f"{entry.record.place}/{entry.record.id} ({setting.label}, seed {entry.record.seed}): {entry.why}",
@@ -93,16 +91,30 @@ def _section(plan: Plan, found: Found) -> Section:
         for entry in setting.unfinished
     ]
     unfinished += _unmeasured(outcome)
+    benchmarks = []
+    for planned in plan.benchmarks:
+        made = found.benchmarks.get(planned.name, [])
+        whole = [benchmark for benchmark in made if not benchmark.lacks(planned)]
+        benchmarks += whole[:1]
+        if not made:
+            missing.append(planned.command)
+        elif not whole:
+            unfinished.append((_partial(made[0], planned), planned.command))
     return Section(
         outcome=outcome,
         table=table_of(outcome),
         runs=runs_of(outcome),
         charts=charts_of(outcome),
-        benchmarks=tuple(found.benchmarks[name] for name in asked if name in found.benchmarks),
+        benchmarks=tuple(benchmarks),
         missing=tuple(missing),
         unfinished=tuple(unfinished),
         remarks=tuple(_repeated(setting, *entry) for setting in outcome.settings for entry in setting.repeated),
     )
+
+
+def _partial(benchmark: Benchmark, planned: PlannedBenchmark) -> str:
+    lacks = benchmark.lacks(planned)
+    return f"{benchmark.file}: lacks {len(lacks)} of the {len(planned.needed)} numbers of this table, first {lacks[0]}"
 
 
 def _unmeasured(outcome: Outcome) -> list[tuple[str, str | None]]:
