@@ -314,6 +314,8 @@ def test_several_experiments_and_further_words(cli: CommandLine) -> None:
     answer = cli("report", "experiment=demo_a5,demo_a4", "seed=0,1", "out=both", *SMALL)
     assert answer.code == 0, answer.err
     assert re.findall(r"demo_a\d +0 of (\d)", answer.out) == ["2", "4"]
+    assert answer.err.splitlines() == ["1 of 2: demo_a5", "2 of 2: demo_a4"]
+    assert answer.out.splitlines()[-1] == "report: both/report.html; report.md, csv/ and figures/ beside it"
     commands = [line for line in text(Path("both")).splitlines() if line.startswith("fpexp train experiment")]
     assert len(commands) == 6
     assert all(compose(shlex.split(line)[2:]) for line in commands)
@@ -362,9 +364,25 @@ def test_an_experiment_that_cannot_be_composed_leaves_the_others(
     assert "reference_a5" in answer.out
 
 
+def test_experiments_are_the_same_in_however_many_processes(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("demo_a4", "gone", "reference_a5", "demo_a5", "reference_a4")
+    reports = []
+    for alone in (False, True):
+        monkeypatch.setattr("fpexp.commands.report.choices", lambda group: dict.fromkeys(names, ""))
+        monkeypatch.setattr("fpexp.commands.report.FOR_A_PROCESS", 100 if alone else 1)
+        answer = cli("report")
+        assert answer.code == 0, answer.err
+        assert sorted(line.partition(": ")[2] for line in answer.err.splitlines() if " of 5" in line) == sorted(names)
+        assert "warning: experiment=gone: " in answer.err
+        reports.append(digest(RESULTS / "report"))
+    assert reports[0] == reports[1]
+
+
 def test_mistakes_are_one_line(cli: CommandLine) -> None:
     cli("report", "experiment=demo_a6").refused("unknown experiment 'demo_a6'; did you mean 'demo_a")
     cli("report", "experiment=").refused("unknown experiment ''")
+    cli("report", "experiment=fig4").refused("unknown experiment 'fig4'; did you mean 'fig4_state_tracking'?")
+    cli("report", "experiment=fig1").refused("did you mean 'fig1_iterations'?")
     cli("report", "experiment=demo_a4", "training.lrr=1").refused("training.lrr", "training.lr")
     cli("report", "demo_a4").refused("'demo_a4' is not understood")
     cli("train", "experiment=demo_a5", "report.title=a").refused("'report.title' is for the files in conf/experiment")
