@@ -7,7 +7,8 @@ report:
   at: [16, 32, 64]                 # lengths with a column in the table; default: the training length, twice and 4 times
   names: [model, model.layers]     # keys that name a setting; default: all that are not the same in every run
   panel: task                      # a key with a panel for each of its values
-  labels: {fp_mamba_h: FP-Mamba-H} # what values and keys are called
+  labels: {model.layers: depth, model=gdn model.decay=false: DeltaNet} # what keys, values and several of them together
+                                   # are called, beside fpexp.reporting.names
   figures:                         # default: one of kind curve; []: the table alone
     - {kind: curve}                # by length
     - {kind: setting, x: schedule.max_iterations, over: training.steps} # a line joins what differs in these alone;

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fpexp.reporting.layout import Layout
-from fpexp.reporting.paper import Paper
+from fpexp.reporting.names import RANK, label_of
+from fpexp.reporting.paper import Paper, look_up
 from fpexp.reporting.record import Record
 
 
@@ -155,9 +156,10 @@ def _setting(jobs: Sequence[PlannedRun], names: Sequence[str], plan: Plan, recor
                 repeated.append((best, tuple(others)))
         else:
             unfinished.append(_unfinished(best, jobs_of_seed.get(seed), plan))
-    values = {key: first.settings[key] for key in names if key in first.settings}
+    values = _with_rank({key: first.settings[key] for key in names if key in first.settings}, first.config)
+    alone = _with_rank({"model": str(first.config["choices"]["model"])}, first.config)
     return Setting(
-        label=label_of(values, layout) or layout.labels.get(_model(first.config), _model(first.config)),
+        label=label_of(values or alone, layout),
         values=values,
         config=first.config,
         runs=tuple(runs),
@@ -180,25 +182,13 @@ def _unfinished(record: Record, job: PlannedRun | None, plan: Plan) -> Unfinishe
     return Unfinished(record, why, command, asked=job is not None)
 
 
-def label_of(values: Mapping[str, str], layout: Layout) -> str:
-    """Return what a setting is called: a group's choice by its name alone, other keys as their last part = value.
-
-    Of switches, those that are on: Q+b, or none.
-    """
-    parts, switches, on = [], False, []
-    for key, value in values.items():
-        name = str(layout.labels.get(value, value))
-        short = str(layout.labels.get(key, key.rpartition(".")[2]))
-        if value.lower() in ("true", "false"):
-            switches = True
-            on += [short] if value.lower() == "true" else []
-        else:
-            parts.append(name if "." not in key else f"{short}={name}")
-    return ", ".join([*parts, *(["+".join(on) or "none"] if switches else [])])
-
-
-def _model(config: Mapping[str, Any]) -> str:
-    return str(config["choices"]["model"])
+def _with_rank(values: dict[str, str], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values with the rank of a model's channel mixer, which is a part of its name: FP-Mamba-H r=2."""
+    rank = look_up(config, RANK)
+    if "model" not in values or RANK in values or rank is None:
+        return values
+    pairs = [[(key, value), *([(RANK, str(rank))] if key == "model" else [])] for key, value in values.items()]
+    return dict(pair for own in pairs for pair in own)
 
 
 def _distinct(settings: Sequence[Setting]) -> list[Setting]:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fpexp.reporting.benchmark import Benchmark
-from fpexp.reporting.chart import Chart, charts_of
+from fpexp.reporting.chart import Chart
 from fpexp.reporting.outcome import Outcome, Plan, PlannedBenchmark, Setting, match
+from fpexp.reporting.panels import charts_of
 from fpexp.reporting.paper import Paper
 from fpexp.reporting.record import EVALUATIONS, Record, number
 from fpexp.reporting.table import REPORTED, Table, runs_of, table_of

@@ -62,7 +62,7 @@ def test_no_runs_at_all(report: CommandLine) -> None:
     assert answer.code == 0
     assert "no runs under results/runs or results/reference/runs yet" in answer.out
     assert "0 of 2" in answer.out
-    assert row_of("lstm")[1:5] == ["0 of 1", "-", "-", "-"]
+    assert row_of("LSTM")[1:5] == ["0 of 1", "-", "-", "-"]
     assert not list((RESULTS / "report/figures").iterdir())
 
 
@@ -83,8 +83,8 @@ def test_mean_and_spread_over_seeds_of_the_same_config(report: CommandLine) -> N
         record(RESULTS, f"seed{seed}", lstm(seed, "threads=1"), (1.0, accuracy, 0.5, 0.1))
     record(RESULTS, "other", lstm(0, "training.lr=0.5"), (0.0, 0.0, 0.0, 0.0))
     report()
-    assert row_of("lstm")[:5] == ["lstm", "3", "0.700 ± 0.200", "0.500 ± 0.000", "0.100 ± 0.000"]
-    assert row_of("lstm")[5:] == ["3.0 ± 0.0", "4", "6", "2 min", "1,234", "cpu", "cpu"]
+    assert row_of("LSTM")[:5] == ["LSTM", "3", "0.700 ± 0.200", "0.500 ± 0.000", "0.100 ± 0.000"]
+    assert row_of("LSTM")[5:] == ["3.0 ± 0.0", "4", "6", "2 min", "1,234", "cpu", "cpu"]
     rows = list(csv.DictReader((RESULTS / "report/csv/demo_a4.csv").open()))
     (found,) = [row for row in rows if (row["metric"], row["length"]) == ("token_accuracy", "4")]
     assert (float(found["mean"]), found["n"], found["runs"]) == (pytest.approx(0.7), "3", "seed0 seed1 seed2")
@@ -95,8 +95,8 @@ def test_solver_and_threads_mean_nothing_to_a_model_that_solves_no_fixed_point(r
     record(RESULTS, "picard", lstm(0, "solver=picard"))
     record(RESULTS, "fp", small(GRID, "model=fp_mamba_k", "solver=picard"))
     report()
-    assert row_of("lstm")[1] == "1"
-    assert row_of("fp_mamba_k")[1] == "0 of 1"
+    assert row_of("LSTM")[1] == "1"
+    assert row_of("FP-Mamba-K")[1] == "0 of 1"
 
 
 def test_a_run_of_another_device_answers_the_same_job(report: CommandLine) -> None:
@@ -104,8 +104,8 @@ def test_a_run_of_another_device_answers_the_same_job(report: CommandLine) -> No
     record(RESULTS, "gpu", config)
     record(RESULTS, "strange", config.replace(precision="float32"), (0.0, 0.0, 0.0, 0.0))
     report()
-    assert row_of("lstm")[1:3] == ["1", "0.900"]
-    assert row_of("lstm")[-1] == "cuda"
+    assert row_of("LSTM")[1:3] == ["1", "0.900"]
+    assert row_of("LSTM")[-1] == "cuda"
 
 
 def test_the_same_run_twice_counts_once_the_newest_finished_one(report: CommandLine) -> None:
@@ -113,8 +113,8 @@ def test_the_same_run_twice_counts_once_the_newest_finished_one(report: CommandL
     record(RESULTS, "old", lstm(), (1.0, 0.2, 0.0, 0.0), ended="2026-11-30T06:00:00+0200")
     record(RESULTS, "newest", lstm(), state="failed", reason="no memory", ended="2026-11-30T09:00:00+0000")
     report()
-    assert row_of("lstm")[1:3] == ["1", "0.800"]
-    remark = "lstm, seed 0: reference/runs/new counts, as the newest finished run of this config; not "
+    assert row_of("LSTM")[1:3] == ["1", "0.800"]
+    remark = "LSTM, seed 0: reference/runs/new counts, as the newest finished run of this config; not "
     assert remark + "runs/old (finished), runs/newest (failed)" in text()
 
 
@@ -130,9 +130,9 @@ def test_a_run_that_did_not_end_is_listed_as_such(report: CommandLine, state: st
     record(RESULTS, "run", lstm(), state=state, **({"reason": "it\nblew up"} if state == "failed" else {}))
     report()
     (line,) = [line for line in text().splitlines() if line.startswith("- runs/run")]
-    assert line.startswith(f"- runs/run (lstm, seed 0): {said}")
+    assert line.startswith(f"- runs/run (LSTM, seed 0): {said}")
     assert command in line
-    assert row_of("lstm")[1:3] == ["0 of 1", "-"]
+    assert row_of("LSTM")[1:3] == ["0 of 1", "-"]
 
 
 def test_commands_name_the_results_that_they_are_of(cli: CommandLine) -> None:
@@ -151,7 +151,7 @@ def test_a_value_that_is_no_number_is_left_out_and_said(report: CommandLine, val
     run = record(RESULTS, "broken", lstm(1), (1.0, None, 0.5, 0.5))
     run.curve.write_text(run.curve.read_text().replace("null", value))
     answer = report()
-    assert row_of("lstm")[2] == "0.800 (n=1)"
+    assert row_of("LSTM")[2] == "0.800 (n=1)"
     assert "warning: runs/broken: not a number at length 4, left out: token_accuracy" in answer.err
 
 
@@ -163,9 +163,9 @@ def test_a_finished_run_with_a_damaged_curve_is_not_done(report: CommandLine, pl
     run.curve.write_text(run.curve.read_text()[:-9])
     answer = report()
     assert f"warning: {place}/run: damaged: results/{place}/run/curve.jsonl lacks length 16" in answer.err
-    assert row_of("lstm")[1] == "0 of 1"
+    assert row_of("LSTM")[1] == "0 of 1"
     (line,) = [line for line in text().splitlines() if line.startswith(f"- {place}/run (")]
-    assert line.startswith(f"- {place}/run (lstm, seed 0): damaged: results/{place}/run/curve.jsonl lacks length 16; ")
+    assert line.startswith(f"- {place}/run (LSTM, seed 0): damaged: results/{place}/run/curve.jsonl lacks length 16; ")
     command = "fpexp evaluate run=run" if place == "runs" else "fpexp train experiment=demo_a4"
     assert line.partition("; ")[2].startswith(f"`{command}")
 
@@ -178,11 +178,11 @@ def test_a_curve_that_was_measured_anew_takes_the_place_of_a_damaged_one(report:
         (folder / "settings.json").write_text(json.dumps(asked))
         write_rows(folder / "curve.jsonl", [curve_row(length, accuracy) for length in (2, 4, 8, 16)])
     report()
-    assert row_of("lstm")[1:3] == ["1", "0.900"]
+    assert row_of("LSTM")[1:3] == ["1", "0.900"]
     run.curve.unlink()
     answer = report()
     assert "damaged" not in answer.err
-    assert row_of("lstm")[1:3] == ["1", "0.250"]
+    assert row_of("LSTM")[1:3] == ["1", "0.250"]
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_broken_folder_is_one_line(
         (run.path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     answer = report()
     assert answer.code == 0
-    assert int(row_of("lstm")[1].partition(" ")[0]) == (2 if name in ("metrics.jsonl", "environment.json") else 1)
+    assert int(row_of("LSTM")[1].partition(" ")[0]) == (2 if name in ("metrics.jsonl", "environment.json") else 1)
     lines = [line for line in answer.err.splitlines() if "broken" in line]
     assert len(lines) <= 1 or "left out" in answer.err
     if said:
@@ -229,7 +229,7 @@ def test_runs_of_older_versions_are_brought_to_the_present_schema(report: Comman
     del tree["model"]["mlp_expand"], tree["model"]["decay"], tree["gradient"], tree["choices"]["gradient"]
     (run.path / "config.yaml").write_text(yaml.safe_dump(tree))
     report()
-    assert row_of("fp_mamba_k")[1:3] == ["1", "0.900"]
+    assert row_of("FP-Mamba-K")[1:3] == ["1", "0.900"]
 
 
 def test_a_run_of_another_version_that_cannot_be_read_is_one_line(report: CommandLine) -> None:
@@ -239,7 +239,7 @@ def test_a_run_of_another_version_that_cannot_be_read_is_one_line(report: Comman
     answer = report()
     assert "warning: runs/foreign: its config is not one of this version: " in answer.err
     assert "gone_away" in answer.err
-    assert row_of("lstm")[1] == "0 of 1"
+    assert row_of("LSTM")[1] == "0 of 1"
 
 
 def test_the_same_input_gives_the_same_bytes(report: CommandLine) -> None:
@@ -295,9 +295,9 @@ def test_what_the_paper_reports_has_its_own_column(report: CommandLine) -> None:
     report()
     header = next(line for line in text().splitlines() if line.startswith("| setting"))
     at = [cell.strip() for cell in header.strip("|").split("|")].index("paper, as reported: accuracy at 8")
-    assert [row_of(name)[at] for name in ("lstm", "fp_mamba_k")] == ["0.25 ± 0.5", "0.125 to 0.75"]
+    assert [row_of(name)[at] for name in ("LSTM", "FP-Mamba-K")] == ["0.25 ± 0.5", "0.125 to 0.75"]
     assert row_of("xLSTM (paper only)")[1:] == [*"---", "-", "better", *"-------"]
-    assert row_of("lstm")[2] == "0.900"
+    assert row_of("LSTM")[2] == "0.900"
     rows = list(csv.DictReader((RESULTS / "report/csv/demo_a4.csv").open()))
     reported = [row for row in rows if row["source"] == "reported"]
     assert [(row["setting"], row["mean"], row["low"], row["says"]) for row in reported] == [
@@ -431,5 +431,5 @@ def test_text_is_reported_by_its_perplexity(cli: CommandLine) -> None:
     rows = [curve_row(n, 0.5, perplexity=4.0 + n, unigram_perplexity=20.0) for n in (2, 4, 8, 16)]
     write_rows(run.curve, rows)
     cli("report", GRID, *SMALL)
-    assert row_of("lstm")[2:5] == ["8.000", "12.000", "20.000"]
+    assert row_of("LSTM")[2:5] == ["8.000", "12.000", "20.000"]
     assert "perplexity of a token at 4" in text()

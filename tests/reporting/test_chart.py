@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 from recorded import curve_row
 
-from fpexp.reporting.chart import Chart, Panel, charts_of
-from fpexp.reporting.drawing import draw
+from fpexp.reporting.chart import Chart, Panel
+from fpexp.reporting.drawing import SHAPES, STROKES, draw
 from fpexp.reporting.layout import Figure, Layout
 from fpexp.reporting.measured import lengths_of, longest_above, summarise
-from fpexp.reporting.outcome import Plan, PlannedRun, label_of, match
+from fpexp.reporting.names import COLOURS, DASHES, MARKERS, MODELS, Style, label_of, styles
+from fpexp.reporting.outcome import Plan, PlannedRun, match
+from fpexp.reporting.panels import charts_of
 from fpexp.reporting.record import Evaluation, Record
 from fpexp.reporting.report import Found, make_report
 
@@ -72,23 +76,51 @@ def test_curves_by_length_with_a_panel_for_each_task_and_metric() -> None:
     jobs = [job(task=task, model=model) for task in ("a5", "s5") for model in ("lstm", "mamba")]
     made = chart(Layout(metrics=["token_accuracy", "iterations_mean"]), jobs, [run(of) for of in jobs[:3]])
     assert [(panel.title, panel.y.label) for panel in made.panels] == [
-        ("a5", "accuracy of tokens"),
-        ("a5", "iterations"),
-        ("s5", "accuracy of tokens"),
-        ("s5", "iterations"),
+        ("A5", "accuracy of tokens"),
+        ("A5", "iterations"),
+        ("S5", "accuracy of tokens"),
+        ("S5", "iterations"),
     ]
     first, iterations, third, _ = made.panels
-    assert lines(first) == {name: [(2, 1.0), (4, 0.9), (8, 0.5), (16, 0.2)] for name in ("lstm", "mamba")}
-    assert [(line.label, line.index) for line in third.lines] == [("lstm", 0)]
+    assert lines(first) == {name: [(2, 1.0), (4, 0.9), (8, 0.5), (16, 0.2)] for name in ("LSTM", "Mamba")}
+    assert [(line.label, line.index) for line in third.lines] == [("LSTM", 0)]
     assert (first.levels, first.marks) == (((1 / 12, "chance"),), ((4.0, "longest in training"),))
     assert iterations.levels == ()
     assert first.x.scale == "log2"
 
 
 def test_a_line_keeps_its_colour_when_others_are_missing() -> None:
-    jobs = [job(model=model) for model in ("lstm", "mamba", "gdn")]
+    jobs = [job(model=model, cap=cap) for model, cap in (("lstm", 2), ("gdn", 2), ("gdn", 4))]
+    (whole,) = chart(Layout(), jobs, [run(of) for of in jobs]).panels
     (panel,) = chart(Layout(), jobs, [run(jobs[2])]).panels
-    assert [(line.label, line.index) for line in panel.lines] == [("gdn", 2)]
+    assert [line.label for line in whole.lines] == [
+        "LSTM, max_iterations=2",
+        "Gated DeltaNet, max_iterations=2",
+        "Gated DeltaNet, max_iterations=4",
+    ]
+    assert panel.lines == whole.lines[2:]
+
+
+def test_no_two_series_look_alike_and_a_model_keeps_its_colour() -> None:
+    models = [*MODELS, "own", "another"]
+    looks = styles([(f"{model} {i}", model) for i in range(MARKERS * DASHES // 2) for model in models])
+    assert len(set(looks.values())) == len(looks) == len(models) * (MARKERS * DASHES // 2)
+    assert {looks[f"fp_mamba_h {i}"].colour for i in range(9)} == {list(MODELS).index("fp_mamba_h")}
+    assert looks["own 0"] == Style(len(MODELS), len(MODELS) % MARKERS, 0)
+    alone = styles((f"r={i}", "fp_mamba_h") for i in range(MARKERS * DASHES))
+    assert len(set(alone.values())) == MARKERS * DASHES
+    assert len({look.marker for look in list(alone.values())[:MARKERS]}) == MARKERS
+    assert len({named.on_white for named in COLOURS}) == len({named.on_dark for named in COLOURS}) == len(COLOURS)
+
+
+def test_pictures_and_the_page_have_every_marker_and_dash() -> None:
+    assert (len(SHAPES), len(STROKES)) == (MARKERS, DASHES)
+    script = (files("fpexp.reporting.page") / "page.js").read_text()
+    shapes, dashes = (re.search(rf"const {name} = \[(.*?)\];", script, re.S) for name in ("SHAPES", "DASHES"))
+    assert shapes is not None
+    assert dashes is not None
+    assert shapes[1].count('"') == 2 * MARKERS
+    assert dashes[1].count('"') == 2 * DASHES
 
 
 def test_over_a_setting_with_a_line_for_each_length() -> None:
@@ -119,9 +151,9 @@ def test_over_training_and_into_layers() -> None:
     layers = [{"iterations_mean": 5.0}, {"iterations_mean": 7.0}]
     metrics = ["token_accuracy", "layers.1.iterations_mean", "layers.2.x"]
     made = chart(Layout(figures=[Figure("training", metrics, x=["step"])]), [one], [run(one, layers=layers)])
-    assert [lines(panel) for panel in made.panels] == [{"lstm": [(2, 0.2), (4, 0.4)]}, {"lstm": [(2, 7.0), (4, 7.0)]}]
+    assert [lines(panel) for panel in made.panels] == [{"LSTM": [(2, 0.2), (4, 0.4)]}, {"LSTM": [(2, 7.0), (4, 7.0)]}]
     (by_time,) = chart(Layout(figures=[Figure("training", x=["seconds"])]), [one], [run(one)]).panels
-    assert lines(by_time) == {"lstm": [(20.0, 0.2), (40.0, 0.4)]}
+    assert lines(by_time) == {"LSTM": [(20.0, 0.2), (40.0, 0.4)]}
 
 
 def test_a_number_of_the_config_that_settings_have_under_several_keys() -> None:
@@ -135,8 +167,8 @@ def test_a_number_of_the_config_that_settings_have_under_several_keys() -> None:
     jobs = [made("layers", 2), made("layers", 4), made("rank", 1)]
     figure = Figure("setting", x=["model.channel_mixer.rank", "model.layers"])
     (panel,) = chart(Layout(figures=[figure], at=[4]), jobs, [run(of) for of in jobs]).panels
-    assert lines(panel) == {"mamba, length 4": [(2, 0.9), (4, 0.9)], "fp, length 4": [(1, 0.9)]}
-    assert panel.x.label == "rank or layers"
+    assert lines(panel) == {"Mamba, length 4": [(2, 0.9), (4, 0.9)], "fp, length 4": [(1, 0.9)]}
+    assert panel.x.label == "r or layers"
 
 
 def test_what_a_run_was_evaluated_for_besides_its_curve() -> None:
@@ -157,9 +189,9 @@ def test_what_a_run_was_evaluated_for_besides_its_curve() -> None:
     figures = [Figure("iterations"), Figure("agreement", ["distance_mean"]), Figure("curve")]
     plan = Plan("x", "", "", (one,), Layout(figures=figures, at=[4, 8]), evaluations=asked)
     caps, distances, curve = charts_of(match(plan, [measured]))
-    expected = {"lstm, length 4": [(2, 0.2), (4, 0.4)], "lstm, length 8": [(2, 0.2), (4, 0.4)]}
+    expected = {"LSTM, length 4": [(2, 0.2), (4, 0.4)], "LSTM, length 8": [(2, 0.2), (4, 0.4)]}
     assert lines(caps.panels[0]) == expected
-    assert lines(distances.panels[0]) == {"lstm": [(2, 0.02), (4, 0.04)]}
+    assert lines(distances.panels[0]) == {"LSTM": [(2, 0.02), (4, 0.04)]}
     assert distances.panels[0].levels == ((0.1, "tolerance"),)
     assert [made.name for made in (caps, distances, curve)] == ["x", "x_2", "x_3"]
     assert charts(Layout(figures=figures[:2]), [one], [dataclasses.replace(run(one))]) == ()
@@ -186,8 +218,12 @@ def test_lengths_of_the_table() -> None:
 
 
 def test_names_of_settings() -> None:
-    layout = Layout(labels={"lstm": "LSTM", "model.layers": "depth"})
-    assert label_of({"model": "lstm", "model.layers": "2"}, layout) == "LSTM, depth=2"
+    together = "model=gdn model.decay=false"
+    layout = Layout(labels={"mamba": "M", "model.layers": "depth", together: "DeltaNet"})
+    assert label_of({"task": "a5", "model": "mamba", "model.layers": "2"}, layout) == "A5, M depth=2"
+    assert label_of({"model": "fp_mamba_h", "schedule.cap": "4"}, layout) == "FP-Mamba-H, cap=4"
+    assert label_of({"model": "gdn", "model.decay": "False"}, layout) == "DeltaNet"
+    assert label_of({"model": "gdn", "model.decay": "true"}, layout) == "Gated DeltaNet, decay"
     switches = {"model.dependence.Q": "False", "model.dependence.b": "true"}
     assert label_of(switches, layout) == "b"
     assert label_of(dict.fromkeys(switches, "false"), layout) == "none"
@@ -196,12 +232,20 @@ def test_names_of_settings() -> None:
 def test_settings_are_named_by_the_keys_of_the_layout() -> None:
     jobs = [job(cap=cap, model=model) for cap, model in ((2, "lstm"), (4, "mamba"))]
     outcome = match(Plan("x", "", "", tuple(jobs), Layout(names=["model"])), [])
-    assert [setting.label for setting in outcome.settings] == ["lstm", "mamba"]
+    assert [setting.label for setting in outcome.settings] == ["LSTM", "Mamba"]
+
+
+def test_the_rank_of_its_mixer_is_a_part_of_a_models_name() -> None:
+    ranked = job(model="fp_mamba_h")
+    ranked.config["model"] = {"channel_mixer": {"rank": 2}}  # type: ignore[index]
+    for keys in (["model"], ["schedule.max_iterations"], []):
+        (setting,) = match(Plan("x", "", "", (ranked,), Layout(names=keys)), []).settings
+        assert setting.label == ("max_iterations=2" if keys == ["schedule.max_iterations"] else "FP-Mamba-H r=2")
 
 
 def test_settings_of_one_name_are_told_apart() -> None:
     jobs = [PlannedRun(0, {}, "", config(), frozenset([name])) for name in "ab"]
-    assert [s.label for s in match(Plan("x", "", "", tuple(jobs), Layout()), []).settings] == ["lstm", "lstm (2)"]
+    assert [s.label for s in match(Plan("x", "", "", tuple(jobs), Layout()), []).settings] == ["LSTM", "LSTM (2)"]
 
 
 def test_the_same_chart_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -223,7 +267,7 @@ def test_a_logarithmic_axis_has_no_place_for_zero(tmp_path: Path) -> None:
     one = job()
     rows = tuple({**curve_row(n, 0.0), "perplexity": float(n - 2)} for n in (2, 4))
     made = chart(Layout(metrics=["perplexity"]), [one], [dataclasses.replace(run(one), curve=rows)])
-    assert lines(made.panels[0]) == {"lstm": [(4, 2.0)]}
+    assert lines(made.panels[0]) == {"LSTM": [(4, 2.0)]}
     draw(made, tmp_path / "a")
 
 
