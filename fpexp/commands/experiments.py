@@ -32,24 +32,32 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
     jobs = []
     expanded = expand(common)
     measurements = parse_measurements(measured_afterwards(expanded[0]), "sweep.evaluate")
-    verb = ["train", "-m"] if measurements else ["train"]  # a sweep measures, also of one job
     for job in expanded:
         shared = [word for word in common if word in job]  # not those that name several values
-        own = [word for word in job if word not in shared]
+        own = [word for word in job if word not in shared and not word.startswith("seed=")]
         config = compose(job)
         jobs.append(
             PlannedRun(
                 seed=config.seed,
-                settings={key: value for key, _, value in (word.partition("=") for word in own) if key != "seed"},
-                command=_command([*verb, *shared, *own, *where]),
+                settings={key: value for key, _, value in (word.partition("=") for word in own)},
+                words=_words([*(word for word in shared if not word.startswith("seed=")), *own]),
                 config=config.to_dict(),
                 identities=identities(config),
             )
         )
-    command = _command(["train", "-m", *common, *where]) if len(jobs) > 1 else jobs[0].command
-    resume, measure = _command(["train", *where, "resume="]), _command(["evaluate", *where, "run="])
-    evaluations = {made.kind: made.asked() for made in reversed(measurements)}  # of a kind the first
-    return Plan(name, description, command, tuple(jobs), layout, paper, resume, measure, evaluations)
+    several = ["-m"] if len(jobs) > 1 or measurements else []  # a sweep measures, also of one job
+    return Plan(
+        name=name,
+        description=description,
+        command=_command(["train", *several, *common, *where]),
+        jobs=tuple(jobs),
+        layout=layout,
+        paper=paper,
+        resume=_command(["train", *where, "resume="]),
+        measure=_command(["evaluate", *where, "run="]),
+        evaluations={made.kind: made.asked() for made in reversed(measurements)},  # of a kind the first
+        where=_words(where),
+    )
 
 
 def _benchmark(name: str, where: Sequence[str]) -> PlannedBenchmark:
@@ -79,4 +87,8 @@ def identify(run: RunFolder) -> str:
 
 
 def _command(words: Sequence[str]) -> str:
-    return " ".join(["fpexp", *map(shell_word, words)])
+    return _words(["fpexp", *words])
+
+
+def _words(words: Sequence[str]) -> str:
+    return " ".join(map(shell_word, words))

@@ -19,22 +19,22 @@ PLACES = ("bench", "reference/bench")
 class Benchmark:
     """What `fpexp bench` measured: where it stands, on which machine, and a table for each group of contenders.
 
-    `measured` are the (group, contender, number) that there are; None is the time.
+    `rows` are the contenders as they stand in the file.
     """
 
     name: str
     file: str
     machine: str
     tables: tuple[tuple[str, Table], ...]
-    measured: frozenset[tuple[str, str, str | None]] = frozenset()
+    rows: tuple[Mapping[str, Any], ...] = ()
 
     def lacks(self, planned: PlannedBenchmark) -> list[str]:
         """Return what a table needs of it and it has not measured."""
-        rows = [(f"{group},", contender, number) for group, contender, number in self.measured]
+        measured = {(str(row["contender"]), name, str(row["group"])) for row in self.rows for name in _numbers(row)}
         return [
             " ".join(part for part in (f"{group}, {contender}", number) if part)
             for group, contender, number in planned.needed
-            if not any(row[0].startswith(f"{group},") and row[1:] == (contender, number) for row in rows)
+            if not any(m[:2] == (contender, number) and f"{m[2]},".startswith(f"{group},") for m in measured)
         ]
 
 
@@ -62,13 +62,13 @@ def _benchmark(raw: Mapping[str, Any], file: str) -> Benchmark:
     machine = f"{environment['device']}{threads}, {environment['cpus']} CPUs; {environment['command']}"
     groups = dict.fromkeys(str(row["group"]) for row in rows)
     tables = tuple((group, _table([row for row in rows if str(row["group"]) == group])) for group in groups)
-    measured = [
-        (str(row["group"]), str(row["contender"]), name)
-        for row in rows
-        for name, value in {None: row.get("median_s"), **row["numbers"]}.items()
-        if value is not None
-    ]
-    return Benchmark(str(raw["benchmark"]), file, machine, tables, frozenset(measured))
+    return Benchmark(str(raw["benchmark"]), file, machine, tables, tuple(rows))
+
+
+def _numbers(row: Mapping[str, Any]) -> list[str | None]:
+    """Return the names of what a row has measured; None is its time."""
+    found = {None: row.get("median_s"), **row["numbers"]}
+    return [name for name, value in found.items() if value is not None]
 
 
 def _table(rows: list[Mapping[str, Any]]) -> Table:

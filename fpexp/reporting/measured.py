@@ -9,6 +9,7 @@ from typing import Any
 
 from fpexp.reporting.layout import Layout
 from fpexp.reporting.outcome import Outcome, Setting
+from fpexp.reporting.paper import look_up
 from fpexp.reporting.record import Record, number
 from fpexp.reporting.store import training_length
 
@@ -54,15 +55,24 @@ def lengths_of(layout: Layout, settings: Iterable[Setting]) -> list[int]:
     Else, of each setting, those at or next after 1, 2 and 4 times its training length.
     """
     settings = list(settings)
-    chosen = [n for n in layout.at if any(n in setting.config["evaluation"]["lengths"] for setting in settings)]
-    return chosen or sorted({length for setting in settings for length in _own_lengths(setting.config)})
+    chosen = {length for setting in settings for length in _chosen(layout, setting.config)}
+    return sorted(chosen or {length for setting in settings for length in own_lengths(setting.config)})
 
 
-def _own_lengths(config: Mapping[str, Any]) -> list[int]:
+def _chosen(layout: Layout, config: Mapping[str, Any]) -> list[int]:
+    at = layout.at.get(str(look_up(config, layout.panel)), []) if isinstance(layout.at, Mapping) else layout.at
+    multiples = [int(entry.removesuffix("x")) for entry in at if isinstance(entry, str)]
+    return [*(n for n in at if n in config["evaluation"]["lengths"]), *_multiples(config, multiples)]
+
+
+def own_lengths(config: Mapping[str, Any]) -> list[int]:
+    """Return the measured lengths at or next after 1, 2 and 4 times the training length; without one the longest."""
+    return _multiples(config, (1, 2, 4)) if training_length(config) else sorted(config["evaluation"]["lengths"])[-3:]
+
+
+def _multiples(config: Mapping[str, Any], factors: Iterable[int]) -> list[int]:
     measured, longest = sorted(config["evaluation"]["lengths"]), training_length(config)
-    if longest is None:
-        return measured[-3:]
-    wanted = (next((length for length in measured if length >= factor * longest), None) for factor in (1, 2, 4))
+    wanted = (next((n for n in measured if longest and n >= factor * longest), None) for factor in factors)
     return [length for length in wanted if length is not None]
 
 
@@ -72,13 +82,13 @@ def at_length(runs: Sequence[Record], metric: str, length: int) -> Summary | Non
 
 
 def longest_above(run: Record) -> float | None:
-    """Return the longest length up to which every measured one has an accuracy of 90 % or more; 0 where none has."""
+    """Return the longest length up to which every measured one has an accuracy above 90 %; 0 where none has."""
     if not run.curve:
         return None
     longest = 0
     for row in run.curve:
         accuracy = number(row, "token_accuracy")
-        if accuracy is None or accuracy < MASTERED:
+        if accuracy is None or accuracy <= MASTERED:
             break
         longest = row["length"]
     return float(longest)

@@ -18,12 +18,13 @@ from fpexp.reporting.record import Record
 class PlannedRun:
     """A run that an experiment asks for. `identities` are what a `Record` of it may have, one for each kind of device.
 
-    `settings` are its own words, key -> value, beside those of the whole experiment and the seed.
+    `settings` are its own words, key -> value, beside those of the whole experiment and the seed; `words` all but the
+    seed, for a shell.
     """
 
     seed: int
     settings: Mapping[str, str]
-    command: str
+    words: str
     config: Mapping[str, Any]
     identities: frozenset[str]
 
@@ -43,8 +44,8 @@ class Plan:
     """An experiment: what it asks for, how it is reported, what the paper has.
 
     `command` runs all that is missing, `resume` (with an id behind it) goes on with a run, `measure` measures its
-    curve anew. `evaluations` are what it has measured of every finished run, its sweep.evaluate: kind -> what is asked
-    for.
+    curve anew; `where` is a word with the results folder, if it is another one. `evaluations` are what it has measured
+    of every finished run, its sweep.evaluate: kind -> what is asked for.
     """
 
     name: str
@@ -57,11 +58,19 @@ class Plan:
     measure: str = "fpexp evaluate run="
     evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     benchmarks: tuple[PlannedBenchmark, ...] = ()
+    where: str = ""
 
     @property
     def title(self) -> str:
         """What stands above its part of the report."""
         return ": ".join(part for part in (self.layout.paper, self.layout.title or self.name) if part)
+
+    def train(self, runs: Sequence[PlannedRun]) -> str:
+        """Return the command that makes some runs that differ in nothing but the seed."""
+        sweeps = len(runs) > 1 or self.evaluations  # a sweep also measures afterwards
+        seeds = ",".join(str(run.seed) for run in runs)
+        words = ("fpexp train -m" if sweeps else "fpexp train", runs[0].words, f"seed={seeds}", self.where)
+        return " ".join(word for word in words if word)
 
 
 @dataclass(frozen=True)
@@ -172,7 +181,7 @@ def _setting(jobs: Sequence[PlannedRun], names: Sequence[str], plan: Plan, recor
 
 def _unfinished(record: Record, job: PlannedRun | None, plan: Plan) -> Unfinished:
     why = record.state + (f": {record.reason}" if record.reason else "")
-    command = job.command if job else None
+    command = plan.train([job]) if job else None
     if record.state == "running":
         command = None
     elif record.state in ("interrupted", "lost") and record.place == "runs":

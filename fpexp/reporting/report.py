@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from fpexp.reporting.benchmark import Benchmark
 from fpexp.reporting.chart import Chart
+from fpexp.reporting.measured import own_lengths
 from fpexp.reporting.outcome import Outcome, Plan, PlannedBenchmark, Setting, match
 from fpexp.reporting.panels import charts_of
 from fpexp.reporting.paper import Paper
 from fpexp.reporting.record import EVALUATIONS, Record, number
-from fpexp.reporting.table import REPORTED, Table, runs_of, table_of
+from fpexp.reporting.table import NOTHING, REPORTED, Table, count, duration, runs_of, table_of, trained
+
+KEY_NUMBERS = "accuracy of tokens, of text perplexity"
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def make_report(plans: Sequence[Plan], found: Found, whole: bool) -> Report:
 
 def _section(plan: Plan, found: Found) -> Section:
     outcome = match(plan, found.records)
-    missing = [job.command for setting in outcome.settings for job in setting.missing]
+    missing = [plan.train(setting.missing) for setting in outcome.settings if setting.missing]
     unfinished = [
         (
             f"{entry.record.place}/{entry.record.id} ({setting.label}, seed {entry.record.seed}): {entry.why}",
@@ -157,5 +160,15 @@ def _others(records: Sequence[Record]) -> Table | None:
         choices = record.config["choices"]
         state = record.state + (f": {record.reason}" if record.reason else "")
         names = (str(choices[key]) for key in ("task", "model", "scale"))
-        rows.append((f"{record.place}/{record.id}", *names, str(record.seed), state))
-    return Table(("run", "task", "model", "scale", "seed", "state"), tuple(rows)) if rows else None
+        about = (str(record.seed), count(record.steps), duration(record.seconds), trained(record.config, [record]))
+        rows.append((f"{record.place}/{record.id}", *names, *about, _key_numbers(record), state))
+    columns = ("run", "task", "model", "scale", "seed", "steps", "wall time", "trained to", KEY_NUMBERS, "state")
+    return Table(columns, tuple(rows)) if rows else None
+
+
+def _key_numbers(record: Record) -> str:
+    """Return accuracies, or perplexities of text, at about 1, 2 and 4 times the training length."""
+    rows = [record.by_length[length] for length in own_lengths(record.config) if length in record.by_length]
+    metric = "token_accuracy" if any("unigram_perplexity" not in row for row in rows) else "perplexity"
+    found = [(number(row, metric), row["length"]) for row in rows]
+    return ", ".join(f"{value:.3f} at {length}" for value, length in found if value is not None) or NOTHING

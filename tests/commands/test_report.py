@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -15,7 +16,7 @@ from recorded import SMALL, curve_row, metrics_rows, record, small, write_rows
 from runs import Answer, CommandLine
 
 from fpexp.config.catalogue import choices
-from fpexp.config.compose import compose
+from fpexp.config.compose import compose, compose_jobs
 
 GRID = "experiment=demo_a4"  # fp_mamba_k and lstm
 RESULTS = Path("results")
@@ -62,7 +63,7 @@ def test_no_runs_at_all(report: CommandLine) -> None:
     assert answer.code == 0
     assert "no runs under results/runs or results/reference/runs yet" in answer.out
     assert "0 of 2" in answer.out
-    assert row_of("LSTM")[1:5] == ["0 of 1", "-", "-", "-"]
+    assert "| setting |" not in text()  # no rows of dashes
     assert not list((RESULTS / "report/figures").iterdir())
 
 
@@ -86,9 +87,31 @@ def test_mean_and_spread_over_seeds_of_the_same_config(report: CommandLine) -> N
     assert row_of("LSTM")[:5] == ["LSTM", "3", "0.700 ± 0.200", "0.500 ± 0.000", "0.100 ± 0.000"]
     assert row_of("LSTM")[5:] == ["3.0 ± 0.0", "4", "6", "2 min", "1,234", "cpu", "cpu"]
     rows = list(csv.DictReader((RESULTS / "report/csv/demo_a4.csv").open()))
-    (found,) = [row for row in rows if (row["metric"], row["length"]) == ("token_accuracy", "4")]
-    assert (float(found["mean"]), found["n"], found["runs"]) == (pytest.approx(0.7), "3", "seed0 seed1 seed2")
-    assert found["source"] == "measured"
+    (found,) = [row for row in rows if row["setting"] == "LSTM"]
+    assert (found["n_seeds"], found["asked_seeds"], found["runs"]) == ("3", "1", "seed0 seed1 seed2")
+    numbers = {"token_accuracy_4_mean": 0.7, "token_accuracy_4_std": 0.2, "iterations_mean": 3, "training_length": 4}
+    numbers |= {"training_seconds_mean": 90, "training_seconds_std": 0, "steps_mean": 6, "parameters_mean": 1234}
+    assert {name: float(found[name]) for name in numbers} == pytest.approx(numbers)
+    curves = list(csv.DictReader((RESULTS / "report/csv/demo_a4_curves.csv").open()))
+    (point,) = [row for row in curves if (row["metric"], row["length"]) == ("token_accuracy", "4")]
+    assert (float(point["mean"]), point["n"], point["runs"]) == (pytest.approx(0.7), "3", "seed0 seed1 seed2")
+    runs = list(csv.DictReader((RESULTS / "report/csv/demo_a4_runs.csv").open()))
+    assert [(row["run"], row["seed"], row["token_accuracy_4"], row["training_seconds"]) for row in runs] == [
+        (f"seed{seed}", str(seed), str(accuracy), "90.0") for seed, accuracy in enumerate((0.5, 0.7, 0.9))
+    ]
+
+
+def test_a_cell_of_a_csv_is_a_number_or_a_name(report: CommandLine) -> None:
+    """Thousands are not set apart, units stand in the names of columns, and nothing is said with ± or 'of'."""
+    for seed in range(2):
+        record(RESULTS, f"seed{seed}", lstm(seed))
+    report()
+    names = {"setting", "run", "runs", "place", "scale", "device", "metric", "panel", "line", "x_is", "y_is"}
+    files = sorted((RESULTS / "report/csv").iterdir())
+    assert [file.stem for file in files] == ["demo_a4", "demo_a4_curves", "demo_a4_figure", "demo_a4_runs"]
+    for file in files:
+        for row in csv.DictReader(file.open()):
+            assert all(math.isfinite(float(value)) for name, value in row.items() if value and name not in names), row
 
 
 def test_solver_and_threads_mean_nothing_to_a_model_that_solves_no_fixed_point(report: CommandLine) -> None:
@@ -132,7 +155,7 @@ def test_a_run_that_did_not_end_is_listed_as_such(report: CommandLine, state: st
     (line,) = [line for line in text().splitlines() if line.startswith("- runs/run")]
     assert line.startswith(f"- runs/run (LSTM, seed 0): {said}")
     assert command in line
-    assert row_of("LSTM")[1:3] == ["0 of 1", "-"]
+    assert row_of("demo_a4")[-1] == "0 of 2"
 
 
 def test_commands_name_the_results_that_they_are_of(cli: CommandLine) -> None:
@@ -163,7 +186,7 @@ def test_a_finished_run_with_a_damaged_curve_is_not_done(report: CommandLine, pl
     run.curve.write_text(run.curve.read_text()[:-9])
     answer = report()
     assert f"warning: {place}/run: damaged: results/{place}/run/curve.jsonl lacks length 16" in answer.err
-    assert row_of("LSTM")[1] == "0 of 1"
+    assert row_of("demo_a4")[-1] == "0 of 2"
     (line,) = [line for line in text().splitlines() if line.startswith(f"- {place}/run (")]
     assert line.startswith(f"- {place}/run (LSTM, seed 0): damaged: results/{place}/run/curve.jsonl lacks length 16; ")
     command = "fpexp evaluate run=run" if place == "runs" else "fpexp train experiment=demo_a4"
@@ -239,7 +262,7 @@ def test_a_run_of_another_version_that_cannot_be_read_is_one_line(report: Comman
     answer = report()
     assert "warning: runs/foreign: its config is not one of this version: " in answer.err
     assert "gone_away" in answer.err
-    assert row_of("LSTM")[1] == "0 of 1"
+    assert row_of("demo_a4")[-1] == "0 of 2"
 
 
 def test_the_same_input_gives_the_same_bytes(report: CommandLine) -> None:
@@ -299,11 +322,11 @@ def test_what_the_paper_reports_has_its_own_column(report: CommandLine) -> None:
     assert row_of("xLSTM (paper only)")[1:] == [*"---", "-", "better", *"-------"]
     assert row_of("LSTM")[2] == "0.900"
     rows = list(csv.DictReader((RESULTS / "report/csv/demo_a4.csv").open()))
-    reported = [row for row in rows if row["source"] == "reported"]
-    assert [(row["setting"], row["mean"], row["low"], row["says"]) for row in reported] == [
-        ("LSTM", "0.25", "", ""),
-        ("K", "", "0.125", ""),
-        ("xLSTM", "", "", "better"),
+    columns = ("setting", "n_seeds", "paper_value", "paper_std", "paper_low", "paper_high", "paper_says")
+    assert [tuple(row[name] for name in columns) for row in rows] == [
+        ("FP-Mamba-K", "0", "", "", "0.125", "0.75", ""),
+        ("LSTM", "1", "0.25", "0.5", "", "", ""),
+        ("xLSTM", "0", "", "", "", "", "better"),
     ]
     assert "it is &lt;b&gt;so&lt;/b&gt;" in (RESULTS / "report/report.html").read_text()
     (folder / "demo_a4.yaml").write_text("rows: [{label: LSTM}]")
@@ -316,9 +339,9 @@ def test_several_experiments_and_further_words(cli: CommandLine) -> None:
     assert re.findall(r"demo_a\d +0 of (\d)", answer.out) == ["2", "4"]
     assert answer.err.splitlines() == ["1 of 2: demo_a5", "2 of 2: demo_a4"]
     assert answer.out.splitlines()[-1] == "report: both/report.html; report.md, csv/ and figures/ beside it"
-    commands = [line for line in text(Path("both")).splitlines() if line.startswith("fpexp train experiment")]
-    assert len(commands) == 6
-    assert all(compose(shlex.split(line)[2:]) for line in commands)
+    commands = [line for line in text(Path("both")).splitlines() if line.startswith("fpexp train -m experiment")]
+    assert len(commands) == 3  # one for both seeds
+    assert [len(compose_jobs(shlex.split(line)[3:])) for line in commands] == [2, 2, 2]
 
 
 def test_the_whole_report_has_every_experiment_and_what_belongs_to_none(
@@ -335,7 +358,8 @@ def test_the_whole_report_has_every_experiment_and_what_belongs_to_none(
     answer = cli("report")
     assert answer.code == 0, answer.err
     assert re.findall(r"^`experiment=(\w+)`", text(), re.M) == ["fig11_cap", "reference_a5"]
-    assert "| runs/stranger | a4 | mamba | cpu | 0 | finished |" in text()
+    numbers = "0.900 at 4, 0.800 at 8, 0.700 at 16"
+    assert f"| runs/stranger | a4 | mamba | cpu | 0 | 6 | 2 min | 4 | {numbers} | finished |" in text()
     assert "| table9 | Table 9 | xLSTM |   | 0.5 |" in text()
     assert "speed, from `reference/bench/new.json`: cpu, 2 threads, 4 CPUs; fpexp bench speed" in text()
     assert "| length 16 | 2 ms | 1 ms to 3 ms | 1.5 | - | 5.188 |" in text()

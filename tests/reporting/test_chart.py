@@ -37,7 +37,7 @@ def config(model: str = "lstm", task: str = "a5", seed: int = 0, cap: int = 2) -
 def job(seed: int = 0, cap: int = 2, **values: str) -> PlannedRun:
     settings = {**values, "schedule.max_iterations": str(cap)}
     made = config(values.get("model", "lstm"), values.get("task", "a5"), seed, cap)
-    return PlannedRun(seed, settings, "fpexp train", made, frozenset([repr(sorted(settings.items()))]))
+    return PlannedRun(seed, settings, "task=a5", made, frozenset([repr(sorted(settings.items()))]))
 
 
 def run(of: PlannedRun, accuracies: Any = (1.0, 0.9, 0.5, 0.2), **more: Any) -> Record:
@@ -138,11 +138,12 @@ def test_the_longest_length_above_90_percent_by_training_time() -> None:
     runs = [run(jobs[0]), run(jobs[1], (1.0, 0.95, 0.91, 0.2))]
     figure = Figure("setting", ["longest_above_90"], x=["seconds"])
     (panel,) = chart(Layout(figures=[figure]), jobs, runs).panels
-    assert lines(panel) == {"max_iterations=2": [(40.0, 4.0)], "max_iterations=4": [(40.0, 8.0)]}
+    assert lines(panel) == {"max_iterations=2": [(40.0, 2.0)], "max_iterations=4": [(40.0, 8.0)]}
     joined = dataclasses.replace(figure, over=["schedule.max_iterations"])
     (panel,) = chart(Layout(figures=[joined]), jobs, runs).panels
-    assert lines(panel) == {"longest length above 90 %": [(40.0, 4.0), (40.0, 8.0)]}
+    assert lines(panel) == {"longest length above 90 %": [(40.0, 2.0), (40.0, 8.0)]}
     assert longest_above(run(jobs[0], (0.5, 1.0, 1.0, 1.0))) == 0.0
+    assert longest_above(run(jobs[0], (1.0, 0.9, 1.0, 1.0))) == 2.0  # 90 % are not above 90 %
     assert longest_above(run(jobs[0], (0.95, None, 1.0, 1.0))) == 2.0
 
 
@@ -213,7 +214,9 @@ def test_lengths_of_the_table() -> None:
         return lengths_of(layout, match(Plan("x", "", "", (one, other), layout), []).settings)
 
     assert lengths() == [3, 4, 7, 8, 16, 20]
-    assert lengths(8, 2, 1000) == [8, 2]
+    assert lengths(8, 2, 1000) == [2, 8]
+    by_task = Layout(at={"a5": ["1x", 16], "copy": ["2x"]})  # twice 3, or what is measured next
+    assert lengths_of(by_task, match(Plan("x", "", "", (one, other), by_task), []).settings) == [4, 7, 16]
     assert lengths(1000) == [3, 4, 7, 8, 16, 20]  # at a scale that measures other lengths
 
 
