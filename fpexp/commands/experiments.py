@@ -11,6 +11,7 @@ from fpexp.config.catalogue import choices, conf_dir
 from fpexp.config.compose import compose, expand, measured_afterwards
 from fpexp.config.quoting import shell_word
 from fpexp.config.run import RunConfig
+from fpexp.errors import UserError
 from fpexp.measurement import parse_measurements
 from fpexp.reporting.layout import read_layout
 from fpexp.reporting.outcome import Plan, PlannedBenchmark, PlannedRun
@@ -45,6 +46,11 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
                 identities=identities(config),
             )
         )
+    if paper:
+        try:
+            paper.check_keys([job.config for job in jobs])
+        except UserError as error:
+            raise UserError(f"{results_dir}/paper/{name}.yaml: {error}") from error
     several = ["-m"] if len(jobs) > 1 or measurements else []  # a sweep measures, also of one job
     return Plan(
         name=name,

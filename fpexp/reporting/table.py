@@ -39,7 +39,8 @@ def table_of(outcome: Outcome) -> Table:
 
     Where nothing is run it is what the paper reports.
     """
-    measured, paper = columns_of(outcome), outcome.plan.paper
+    measured = columns_of(outcome)
+    paper = outcome.plan.paper if outcome.plan.paper and outcome.plan.paper.rows else None
     if not outcome.runs:
         if paper is None:
             return Table((), ())
