@@ -8,7 +8,6 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -80,16 +79,15 @@ def _compose(names: Sequence[str], words: Sequence[str], results_dir: Path) -> d
     compose = partial(_composed, words=words, results_dir=results_dir)
     if len(names) == 1:
         return {names[0]: compose(names[0])}
-    with ExitStack() as at_end:
-        tell = at_end.enter_context(progress(len(names)))
-        made = {}
-        for name, one in _in_processes(compose, names, at_end):
+    made = {}
+    with progress(len(names)) as tell:
+        for name, one in _in_processes(compose, names):
             made[name] = one
             tell(name)
     return {name: made[name] for name in names}
 
 
-def _in_processes(compose: Composer, names: Sequence[str], at_end: ExitStack) -> Iterator[tuple[str, Plan | UserError]]:
+def _in_processes(compose: Composer, names: Sequence[str]) -> Iterator[tuple[str, Plan | UserError]]:
     """Yield experiments as they are done. Processes are forks of one that has only imported: ours may have threads."""
     processes = min(os.cpu_count() or 1, len(names) // FOR_A_PROCESS)
     if processes < 2:
@@ -98,10 +96,12 @@ def _in_processes(compose: Composer, names: Sequence[str], at_end: ExitStack) ->
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([plan.__module__])
     pool = ProcessPoolExecutor(processes, server, signal.signal, (signal.SIGINT, signal.SIG_IGN))
-    at_end.callback(pool.shutdown, wait=False, cancel_futures=True)
-    waiting = {pool.submit(compose, name): name for name in names}
-    for future in as_completed(waiting):
-        yield waiting[future], future.result()
+    try:
+        waiting = {pool.submit(compose, name): name for name in names}
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _composed(name: str, words: Sequence[str], results_dir: Path) -> Plan | UserError:

@@ -31,10 +31,10 @@ def draw(chart: Chart, stem: Path) -> list[Path]:
     rows = math.ceil(len(chart.panels) / columns)
     labels = {line.label: line.index for panel in chart.panels for line in panel.lines}
     width = 4.6 * columns + 0.6
-    beside = max(1, int(width / (0.085 * max(map(len, labels)) + 0.7)))  # inches: letters, and a sample of the line
+    beside = max(1, int(width / (0.085 * max(map(len, labels)) + 0.9)))  # inches: letters, and a sample of the line
     at_right = len(chart.panels) == 1 and len(labels) > FEW
     if at_right:
-        size = (width + 0.085 * max(map(len, labels)) + 0.7, max(3.6, 0.2 * len(labels) + 0.3))
+        size = (width + 0.085 * max(map(len, labels)) + 0.9, max(3.6, 0.2 * len(labels) + 0.3))
     else:
         legend_rows = math.ceil(len(labels) / beside) if len(labels) > 1 else 0
         size = (width, 3.3 * rows + 0.3 + 0.2 * legend_rows)

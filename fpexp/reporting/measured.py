@@ -11,7 +11,7 @@ from fpexp.reporting.layout import Layout
 from fpexp.reporting.outcome import Outcome, Setting
 from fpexp.reporting.paper import look_up
 from fpexp.reporting.record import Record, number
-from fpexp.reporting.store import training_length
+from fpexp.reporting.store import curve_lengths, training_length
 
 MASTERED = 0.9
 """The accuracy of LONGEST_ABOVE (paper fig. 6)."""
@@ -44,9 +44,13 @@ def metrics_of(outcome: Outcome) -> tuple[str, ...]:
     """Return what is reported of an experiment: what its layout says, else perplexity of text or token accuracy."""
     if outcome.plan.layout.metrics:
         return tuple(outcome.plan.layout.metrics)
-    rows = [row for run in outcome.runs for row in run.curve]
-    text = bool(rows) and all(number(row, "perplexity") is not None for row in rows)
-    return ("perplexity",) if text else ("token_accuracy",)
+    return (metric_of(row for run in outcome.runs for row in run.curve),)
+
+
+def metric_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the metric that rows of curves are read by."""
+    numbers = [number(row, "perplexity") for row in rows]
+    return "token_accuracy" if not numbers or None in numbers else "perplexity"
 
 
 def lengths_of(layout: Layout, settings: Iterable[Setting]) -> list[int]:
@@ -62,16 +66,16 @@ def lengths_of(layout: Layout, settings: Iterable[Setting]) -> list[int]:
 def _chosen(layout: Layout, config: Mapping[str, Any]) -> list[int]:
     at = layout.at.get(str(look_up(config, layout.panel)), []) if isinstance(layout.at, Mapping) else layout.at
     multiples = [int(entry.removesuffix("x")) for entry in at if isinstance(entry, str)]
-    return [*(n for n in at if n in config["evaluation"]["lengths"]), *_multiples(config, multiples)]
+    return [*(n for n in at if n in curve_lengths(config)), *_multiples(config, multiples)]
 
 
 def own_lengths(config: Mapping[str, Any]) -> list[int]:
     """Return the measured lengths at or next after 1, 2 and 4 times the training length; without one the longest."""
-    return _multiples(config, (1, 2, 4)) if training_length(config) else sorted(config["evaluation"]["lengths"])[-3:]
+    return _multiples(config, (1, 2, 4)) if training_length(config) else curve_lengths(config)[-3:]
 
 
 def _multiples(config: Mapping[str, Any], factors: Iterable[int]) -> list[int]:
-    measured, longest = sorted(config["evaluation"]["lengths"]), training_length(config)
+    measured, longest = curve_lengths(config), training_length(config)
     wanted = (next((n for n in measured if longest and n >= factor * longest), None) for factor in factors)
     return [length for length in wanted if length is not None]
 

@@ -31,8 +31,10 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class PlannedBenchmark:
-    """A benchmark that an experiment asks for. `needed`: how a row's group begins, the row, and a number of it or None
-    for its time alone."""
+    """A benchmark that an experiment asks for.
+
+    `needed` are the numbers without which it is partial: how the row's group begins, the row, the name (None: its time).
+    """
 
     name: str
     command: str
@@ -66,11 +68,14 @@ class Plan:
         return ": ".join(part for part in (self.layout.paper, self.layout.title or self.name) if part)
 
     def train(self, runs: Sequence[PlannedRun]) -> str:
-        """Return the command that makes some runs that differ in nothing but the seed."""
-        sweeps = len(runs) > 1 or self.evaluations  # a sweep also measures afterwards
+        """Return the command that makes some runs that differ in nothing but the seed, and measures what is asked for.
+
+        It is a sweep without the experiment's grid, which might have more rows with the same words.
+        """
         seeds = ",".join(str(run.seed) for run in runs)
-        words = ("fpexp train -m" if sweeps else "fpexp train", runs[0].words, f"seed={seeds}", self.where)
-        return " ".join(word for word in words if word)
+        words = [runs[0].words, f"seed={seeds}", *([self.where] if self.where else [])]
+        sweep = ["fpexp train -m", *words, "sweep.grid=null"]
+        return " ".join(sweep if len(runs) > 1 or self.evaluations else ["fpexp train", *words])
 
 
 @dataclass(frozen=True)

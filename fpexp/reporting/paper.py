@@ -84,7 +84,7 @@ class Paper:
             groups = {key: value for key, value in (row.when or {}).items() if key in configs[0]["choices"]}
             of_row = [config for config in configs if not groups or replace(row, when=groups).fits(config)]
             for key in (row.when or {}) if of_row else ():
-                known = [key for config in of_row for key, _ in leaves(config)] + list(of_row[0]["choices"])
+                known = {*of_row[0]["choices"], *(leaf for config in of_row for leaf, _ in leaves(config))}
                 if key not in known:
                     raise UserError(f"'{row.label}': unknown key '{key}' in when{did_you_mean(key, known)}")
 

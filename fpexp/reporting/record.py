@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fpexp.errors import FpexpError, UserError, first_line
-from fpexp.reporting.store import read_plain_config, settings_beside, whole_curve
+from fpexp.reporting.store import curve_lengths, read_plain_config, settings_beside, whole_curve
 from fpexp.run_folder import RunFolder, read_rows
 
 PLACES = ("runs", "reference/runs")
@@ -140,7 +140,7 @@ def _read(run: RunFolder, place: str, identify: Callable[[RunFolder], str]) -> R
     state, reason, curve = str(status.get("state")), status.get("reason"), []
     if state == "finished" and config is not None:
         try:
-            curve = whole_curve(run, config["evaluation"]["lengths"])
+            curve = whole_curve(run, curve_lengths(config))
         except UserError as error:
             state, reason = "damaged", error
             problems.append(f"damaged: {error}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fpexp.reporting.benchmark import Benchmark
 from fpexp.reporting.chart import Chart
-from fpexp.reporting.measured import own_lengths
+from fpexp.reporting.measured import metric_of, own_lengths
 from fpexp.reporting.outcome import Outcome, Plan, PlannedBenchmark, Setting, match
 from fpexp.reporting.panels import charts_of
 from fpexp.reporting.paper import Paper
@@ -169,6 +169,5 @@ def _others(records: Sequence[Record]) -> Table | None:
 def _key_numbers(record: Record) -> str:
     """Return accuracies, or perplexities of text, at about 1, 2 and 4 times the training length."""
     rows = [record.by_length[length] for length in own_lengths(record.config) if length in record.by_length]
-    metric = "token_accuracy" if any("unigram_perplexity" not in row for row in rows) else "perplexity"
-    found = [(number(row, metric), row["length"]) for row in rows]
+    found = [(number(row, metric_of(rows)), row["length"]) for row in rows]
     return ", ".join(f"{value:.3f} at {length}" for value, length in found if value is not None) or NOTHING

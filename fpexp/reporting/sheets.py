@@ -34,8 +34,8 @@ def settings_sheet(outcome: Outcome) -> str:
             row |= _spread(name, summarise((run.id, getattr(run, name)) for run in setting.runs))
         row |= {"training_length": longest, "scale": setting.config["choices"]["scale"]}
         row["runs"] = " ".join(run.id for run in setting.runs)
-        fitting = [of_paper for of_paper in paper.rows if of_paper.fits(setting.config)] if paper else []
-        rows.append(row | _reported(paper, fitting[0] if fitting else None))
+        fitting = (row_of_paper for row_of_paper in paper.rows if row_of_paper.fits(setting.config)) if paper else ()
+        rows.append(row | _reported(paper, next(iter(fitting), None)))
     nothing = {"n_seeds": 0, "asked_seeds": 0}
     rows += [{"setting": row.label, **nothing, **_reported(paper, row)} for row in paper_only(outcome)]
     return _to_csv(rows, ["setting", "n_seeds", "asked_seeds"])
@@ -110,18 +110,11 @@ def _about(run: Record) -> Cells:
 
 def _reported(paper: Paper | None, row: Reported | None) -> Cells:
     """Return the paper's columns, none where there is no file of it."""
-    if paper is None:
-        return {}
-    low, high = (row.range if row else None) or (None, None)
-    found = {name: getattr(row, name, None) for name in ("value", "spread", "says")}
-    return {
-        "paper_measure": paper.measure if row else None,
-        "paper_value": found["value"],
-        "paper_std": found["spread"],
-        "paper_low": low,
-        "paper_high": high,
-        "paper_says": found["says"],
-    }
+    names = [f"paper_{name}" for name in ("measure", "value", "std", "low", "high", "says")]
+    if paper is None or row is None:
+        return dict.fromkeys(names if paper else [])
+    low, high = row.range or (None, None)
+    return dict(zip(names, (paper.measure, row.value, row.spread, low, high, row.says), strict=True))
 
 
 def _to_csv(rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> str:

@@ -107,6 +107,8 @@ def _whole(path: Path, lengths: Iterable[int]) -> list[dict[str, Any]]:
     lacking = [str(length) for length in sorted({*lengths} - {row["length"] for row in rows})]
     if lacking:
         raise UserError(f"{path} lacks {'length' if len(lacking) == 1 else 'lengths'} {', '.join(lacking)}")
+    if not rows:
+        raise UserError(f"{path} has no rows")
     return rows
 
 
@@ -137,6 +139,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     if not all(isinstance(row, dict) and isinstance(row.get("length"), int) for row in rows):
         raise UserError(f"{path} has lines that are no rows of a curve; mend or remove them")
     return rows
+
+
+def curve_lengths(config: Mapping[str, Any]) -> list[int]:
+    """Return the lengths that a config has measured, ascending."""
+    lengths = (config.get("evaluation") or {}).get("lengths") or []
+    return sorted(length for length in lengths if isinstance(length, int))
 
 
 def training_length(config: Mapping[str, Any]) -> int | None:

@@ -344,6 +344,27 @@ def test_several_experiments_and_further_words(cli: CommandLine) -> None:
     assert [len(compose_jobs(shlex.split(line)[3:])) for line in commands] == [2, 2, 2]
 
 
+def test_a_command_makes_the_missing_seeds_and_no_other_row_of_the_grid(cli: CommandLine) -> None:
+    """Two rows of figure 6 have the words of FP-Mamba-H; one of them has a solver and a schedule besides."""
+    answer = cli("report", "experiment=fig6_training_time", "seed=0,1", "training.steps=6", *SMALL)
+    assert answer.code == 0, answer.err
+    commands = [shlex.split(line) for line in text().splitlines() if line.startswith("fpexp train -m experiment")]
+    expected = (1 + 1 + 2 * 4) * 2  # FP-Mamba-H twice, two baselines of four depths; seeds
+    jobs = [compose_jobs(words[3:]) for words in commands]
+    assert [len(of_command) for of_command in jobs] == [2] * (expected // 2)
+    assert len({job.fingerprint() for of_command in jobs for job in of_command}) == expected
+
+
+def test_a_config_without_lengths_is_no_end(report: CommandLine) -> None:
+    import yaml
+
+    run = record(RESULTS, "old", lstm())
+    tree = yaml.safe_load((run.path / "config.yaml").read_text())
+    del tree["evaluation"]
+    (run.path / "config.yaml").write_text(yaml.safe_dump(tree))
+    assert report().code == 0
+
+
 def test_the_whole_report_has_every_experiment_and_what_belongs_to_none(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
