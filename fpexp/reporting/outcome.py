@@ -33,7 +33,7 @@ class PlannedRun:
 class PlannedBenchmark:
     """A benchmark that an experiment asks for.
 
-    `needed` are the numbers without which it is partial: how the row's group begins, the row, the name (None: its time).
+    `needed` are the numbers without which it is partial: how a row's group begins, the row, the name (None: its time).
     """
 
     name: str
