@@ -180,4 +180,3 @@ def parse_measurements(raw: Any, key: str) -> list[Measurement]:
 def unmeasured(wanted: Sequence[Measurement], run: RunFolder, config: RunConfig) -> list[Measurement]:
     """Return what is still to be measured of a run."""
     return [measurement for measurement in wanted if measurement.fits(config) and not measurement.recorded(run)]
-

@@ -78,8 +78,9 @@ Makes tables (Markdown, CSV), figures (PNG, SVG) and one HTML page that needs no
 reports (paper/). Of all experiments, unless some are named; `fpexp list experiments` lists them.
 
 A run belongs to an experiment by its config, whatever its seed, threads and id: means and sample standard deviations
-are over the seeds that are there. Of equal runs the newest finished one counts. What is missing is listed with the
-command that makes it, what failed or was interrupted as such; nothing is filled in.
+are over the seeds that are there. Of equal runs the newest finished one counts; of its evaluations those that the
+experiment's sweep.evaluate asks for. What is missing is listed with the command that makes it, what failed, was
+interrupted or is damaged as such; nothing is filled in. The columns of csv/ are told in fpexp/reporting/__init__.py.
 
 Further words are as for train and choose other runs of the same experiment: scale=gpu, seed=0,1,2. The folder,
 <results_dir>/report unless named, is replaced as a whole; the same records give the same bytes. How an experiment is
