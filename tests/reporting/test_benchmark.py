@@ -20,7 +20,9 @@ NEEDED = (("mamba, forward", "length 32", None), ("mamba, backward", "length 64"
 PLANNED = PlannedBenchmark("complexity", "fpexp bench complexity", NEEDED)
 
 
-def write(folder: Path, time: str, rows: Sequence[tuple[str, str, dict[str, float]]], seconds: float = 0.5) -> None:
+def write(
+    folder: Path, time: str, rows: Sequence[tuple[str, str, dict[str, float]]], seconds: float | None = 0.5
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     contenders = [
         {"group": group, "contender": name, "median_s": seconds, "numbers": numbers} for group, name, numbers in rows
@@ -58,6 +60,12 @@ def test_a_shortened_benchmark_is_partial(tmp_path: Path, rows: Any, first: str)
     assert (made.benchmarks, made.missing, made.done) == ((), (), "0 of 1")
     said = f"bench/2.json: lacks 1 of the 2 numbers of this table, first {first}"
     assert made.unfinished == ((said, "fpexp bench complexity"),)
+
+
+def test_a_row_without_a_time_is_not_measured(tmp_path: Path) -> None:
+    write(tmp_path / "bench", "2", WHOLE, seconds=None)
+    ((said, _),) = section(tmp_path).unfinished
+    assert "lacks 1 of the 2 numbers of this table, first mamba, forward, length 32" in said
 
 
 def test_a_whole_benchmark_counts_though_a_newer_one_is_shortened(tmp_path: Path) -> None:
