@@ -31,13 +31,14 @@ def draw(chart: Chart, stem: Path) -> list[Path]:
     rows = math.ceil(len(chart.panels) / columns)
     labels = {line.label: line.index for panel in chart.panels for line in panel.lines}
     width = 4.6 * columns + 0.6
-    beside = max(1, int(width / (0.085 * max(map(len, labels)) + 0.9)))  # inches: letters, and a sample of the line
-    at_right = len(chart.panels) == 1 and len(labels) > FEW
-    if at_right:
-        size = (width + 0.085 * max(map(len, labels)) + 0.9, max(3.6, 0.2 * len(labels) + 0.3))
+    name_width = 0.085 * max(map(len, labels)) + 0.9  # inches: letters, and a sample of the line
+    if len(chart.panels) == 1 and len(labels) > FEW:
+        place: dict[str, Any] = {"loc": "outside center right"}
+        size = (width + name_width, max(3.6, 0.2 * len(labels) + 0.3))
     else:
-        legend_rows = math.ceil(len(labels) / beside) if len(labels) > 1 else 0
-        size = (width, 3.3 * rows + 0.3 + 0.2 * legend_rows)
+        beside = max(1, int(width / name_width))
+        place = {"loc": "outside lower center", "ncols": beside}
+        size = (width, 3.3 * rows + 0.3 + (0.2 * math.ceil(len(labels) / beside) if len(labels) > 1 else 0))
     with rc_context({"svg.hashsalt": "fpexp", "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=size, dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
@@ -49,11 +50,10 @@ def draw(chart: Chart, stem: Path) -> list[Path]:
             spare.set_axis_off()
         names = sorted(handles, key=lambda name: labels[name])
         if len(names) > 1:
-            place: dict[str, Any] = {"loc": "outside lower center", "ncols": beside}
             figure.legend(
                 [handles[name] for name in names],
                 list(map(_plain, names)),
-                **({"loc": "outside center right"} if at_right else place),
+                **place,
                 handlelength=3.2,
                 fontsize=8,
                 frameon=False,
