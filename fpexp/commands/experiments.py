@@ -7,10 +7,11 @@ from pathlib import Path
 
 from fpexp.bench import load
 from fpexp.build import settle_for_device, uses_solver
-from fpexp.config.catalogue import choices, conf_dir
-from fpexp.config.compose import compose, expand, measured_afterwards
+from fpexp.config.catalogue import choice_file, choices
+from fpexp.config.compose import each_job, measured_afterwards
 from fpexp.config.quoting import shell_word
 from fpexp.config.run import RunConfig
+from fpexp.config.search_path import own_folders
 from fpexp.errors import UserError
 from fpexp.measurement import parse_measurements
 from fpexp.reporting.layout import read_layout
@@ -21,8 +22,9 @@ from fpexp.run_folder import RunFolder
 
 def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
     """Compose an experiment's jobs, with further words as for train. A `UserError` where that cannot be done."""
-    layout = read_layout(conf_dir() / "experiment" / f"{name}.yaml")
-    description = choices("experiment")[name].removesuffix(" (-m)")
+    folders = own_folders(words)
+    layout = read_layout(choice_file("experiment", name, folders))
+    description = choices("experiment", folders)[name].removesuffix(" (-m)")
     paper = read_paper(results_dir, name)
     where = [f"results_dir={results_dir}"] if results_dir != Path("results") else []
     if layout.benchmarks:
@@ -31,12 +33,11 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
         return Plan(name, description, command, (), layout, paper, benchmarks=benchmarks)
     common = [f"experiment={name}", *words]
     jobs = []
-    expanded = expand(common)
-    measurements = parse_measurements(measured_afterwards(expanded[0]), "sweep.evaluate")
-    for job in expanded:
+    composed = each_job(common)
+    measurements = parse_measurements(measured_afterwards(composed[0][0]), "sweep.evaluate")
+    for job, config in composed:
         shared = [word for word in common if word in job]  # not those that name several values
         own = [word for word in job if word not in shared and not word.startswith("seed=")]
-        config = compose(job)
         jobs.append(
             PlannedRun(
                 seed=config.seed,

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from fpexp.commands.arguments import take
 from fpexp.commands.experiments import identify, plan
 from fpexp.config.catalogue import check_choice, choices
+from fpexp.config.search_path import own_folders
 from fpexp.errors import UserError
 from fpexp.reporting.benchmark import read_benchmarks
 from fpexp.reporting.outcome import Plan
@@ -37,32 +38,35 @@ def run(arguments: list[str]) -> int:
     results_dir = Path(where or "results")
     folder = Path(out) if out else results_dir / "report"
     names = list(dict.fromkeys(named.split(","))) if named is not None else []
+    own = own_folders(words)
+    every = choices("experiment", own)
     for name in names:
-        _check_experiment(name)
+        _check_experiment(name, every, own)
     for word in words:
         if "=" not in word:
             raise UserError(f"'{word}' is not understood; write experiment=<name>, out=<folder> or <key>=<value>")
     check_place(folder)
-    plans, problems = _plans(names, words, results_dir)
-    found = _find(results_dir, problems)
+    plans, problems = _plans(names, every, words, results_dir)
+    found = _find(results_dir, every, problems)
     report = make_report(plans, found, whole=not names)
     write_report(report, folder)
     _say(report, folder, bool(found.records), results_dir)
     return 0
 
 
-def _check_experiment(name: str) -> None:
+def _check_experiment(name: str, known: Iterable[str], own: Sequence[Path]) -> None:
     """Raise a `UserError` for an unknown name; the beginning of one, such as fig4, is enough to be told the whole."""
-    known = choices("experiment")
     begun = [whole for whole in known if whole.startswith(f"{name}_")] or [w for w in known if w.startswith(name)]
     if name and name not in known and begun:
         raise UserError(f"unknown experiment '{name}'; did you mean '{begun[0]}'? ({', '.join(known)})")
-    check_choice("experiment", name)
+    check_choice("experiment", name, own)
 
 
-def _plans(names: Sequence[str], words: Sequence[str], results_dir: Path) -> tuple[list[Plan], list[str]]:
+def _plans(
+    names: Sequence[str], every: Iterable[str], words: Sequence[str], results_dir: Path
+) -> tuple[list[Plan], list[str]]:
     """Return the plans of named experiments; of all, those that can be composed, and what is wrong with the others."""
-    made = _compose(names or list(choices("experiment")), words, results_dir)
+    made = _compose(names or list(every), words, results_dir)
     plans = [one for one in made.values() if isinstance(one, Plan)]
     errors = {name: one for name, one in made.items() if isinstance(one, UserError)}
     if not names:
@@ -112,12 +116,12 @@ def _composed(name: str, words: Sequence[str], results_dir: Path) -> Plan | User
         return error
 
 
-def _find(results_dir: Path, problems: Sequence[str]) -> Found:
+def _find(results_dir: Path, every: Iterable[str], problems: Sequence[str]) -> Found:
     benchmarks, unread = read_benchmarks(results_dir)
     problems = [*problems, *unread]
     papers = {}
     try:
-        papers = papers_beside(results_dir, choices("experiment"))
+        papers = papers_beside(results_dir, every)
     except UserError as error:
         problems.append(str(error))
     return Found(read_records(results_dir, identify), benchmarks, papers, problems)
