@@ -8,11 +8,13 @@ from functools import cache
 from pathlib import Path
 
 from fpexp.config.run import RunConfig
-from fpexp.errors import FpexpError
+from fpexp.errors import FpexpError, UserError
+from fpexp.reporting.store import whole_curve
 from fpexp.run_folder import RunFolder, all_runs
 
-ORDER = ("finished", "recorded", "running", "interrupted", "lost", "failed")
-"""Of several runs of one config the first of these states counts; `recorded` is finished, in another results folder."""
+ORDER = ("finished", "recorded", "running", "interrupted", "lost", "damaged", "failed")
+"""Of several runs of one config the first of these states counts; `recorded` is finished, in another results folder,
+`damaged` finished with a curve that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,21 @@ class KnownRuns:
     def of(self, settled: RunConfig) -> Known:
         """Return what there is of a config that has no `auto` left."""
         fingerprint = settled.fingerprint()
-        found = [Known(str(run.status()["state"]), run) for run in self._own.get(fingerprint, [])]
-        finished = [run for run in self._recorded.get(fingerprint, []) if run.status()["state"] == "finished"]
+        found = [Known(_state(run, settled), run) for run in self._own.get(fingerprint, [])]
+        finished = [run for run in self._recorded.get(fingerprint, []) if _state(run, settled) == "finished"]
         found += [Known("recorded", run) for run in finished]
         known = [known for known in found if known.state in ORDER]
         return min(known, key=lambda known: ORDER.index(known.state), default=Known("missing"))
+
+
+def _state(run: RunFolder, config: RunConfig) -> str:
+    state = str(run.status()["state"])
+    try:
+        if state == "finished":
+            whole_curve(run, config.evaluation.lengths)
+    except UserError:
+        return "damaged"
+    return state
 
 
 def _by_fingerprint(results_dir: str | Path) -> dict[str | None, list[RunFolder]]:

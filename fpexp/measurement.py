@@ -12,7 +12,6 @@ A file has its name only when it is whole; what an interruption leaves is called
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -24,6 +23,7 @@ from fpexp.config.run import RunConfig
 from fpexp.config.schema import Checker, Component
 from fpexp.errors import UserError
 from fpexp.ranges import Count, Positive
+from fpexp.reporting.store import settings_beside
 from fpexp.run_folder import RunFolder, append_row, make_unique, write_json
 
 SolverName = Literal["anderson", "lagged", "picard", "sequential"]
@@ -51,10 +51,14 @@ class Measurement:
             raise UserError("against= compares two solvers, max_iterations= measures one at several caps; ask for one")
 
     @property
+    def kind(self) -> str:
+        """What the rows are: `agreement`, `iterations` or `curve`."""
+        return "agreement" if self.against else "iterations" if self.max_iterations else "curve"
+
+    @property
     def file(self) -> str:
         """The name of the file that the rows go to."""
-        kind = "agreement" if self.against else "iterations" if self.max_iterations else "curve"
-        return f"{kind}.jsonl"
+        return f"{self.kind}.jsonl"
 
     def asked(self) -> dict[str, Any]:
         """Return what differs from a run's own settings."""
@@ -86,8 +90,8 @@ class Measurement:
 
     def recorded(self, run: RunFolder) -> bool:
         """Tell whether the run has been measured just so."""
-        settings = [path for path in (run.path / "evaluations").glob("*/settings.json") if _is_whole(path, self.file)]
-        return any(_read(path) == self.asked() for path in settings)
+        whole = (run.path / "evaluations").glob(f"*/{self.file}")
+        return any(settings_beside(path) == self.asked() for path in whole)
 
     def carry_out(self, run: RunFolder, device: str) -> tuple[list[dict[str, Any]], Path]:
         """Measure and record; return the rows and their folder."""
@@ -176,15 +180,3 @@ def parse_measurements(raw: Any, key: str) -> list[Measurement]:
 def unmeasured(wanted: Sequence[Measurement], run: RunFolder, config: RunConfig) -> list[Measurement]:
     """Return what is still to be measured of a run."""
     return [measurement for measurement in wanted if measurement.fits(config) and not measurement.recorded(run)]
-
-
-def _read(settings: Path) -> Any:
-    """Return what was asked for; None where that cannot be read."""
-    try:
-        return json.loads(settings.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _is_whole(settings: Path, file: str) -> bool:
-    return (settings.parent / file).is_file()

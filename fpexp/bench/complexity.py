@@ -30,6 +30,7 @@ from fpexp.bench.memory import OutOfTime, peak_extra
 from fpexp.bench.truth import step_checks
 from fpexp.build import Experiment, build, uses_solver
 from fpexp.config.compose import compose, expand
+from fpexp.config.run import RunConfig
 from fpexp.errors import UserError
 from fpexp.evaluation.metrics import summed_loss
 from fpexp.machine import set_threads
@@ -48,6 +49,7 @@ SMALL = 16
 """Tokens of the pass before memory is measured, which loads and compiles everything."""
 
 PASSES = ("forward", "backward")
+PEAK = "peak_MB"
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,16 @@ class Sizes:
     memory: bool = True
 
 
+def needed() -> Iterator[tuple[str, str, str | None]]:
+    """What table 2 needs: how a row's group begins, the row, and what it must have besides its time."""
+    lengths = Sizes().lengths
+    for words in expand([f"experiment={EXPERIMENT}"]):
+        name = _name(compose(words))
+        for which in PASSES:
+            for length in lengths:
+                yield f"{name}, {which}", f"length {length}", _number(which, length, lengths)
+
+
 def contenders(sizes: Sizes, context: Context) -> Iterator[Contender]:
     """Every model at every length, the shorter one being the baseline of the longer."""
     for shorter, longer in pairwise(sizes.lengths):
@@ -68,7 +80,6 @@ def contenders(sizes: Sizes, context: Context) -> Iterator[Contender]:
     for words in expand([f"experiment={EXPERIMENT}", f"scale={sizes.scale}", "device=cpu"]):
         experiment = build(compose(words))
         experiment.model.train()
-        ends = {*sizes.lengths[:1], *sizes.lengths[-1:]}  # a process each takes its time
         for which in PASSES:
             for index, length in enumerate(sizes.lengths):
                 baseline = f"length {sizes.lengths[index - 1]}" if index else None
@@ -76,17 +87,21 @@ def contenders(sizes: Sizes, context: Context) -> Iterator[Contender]:
                 memory = partial(_memory, words, sizes.batch_size, length, context.threads)
                 yield Contender(
                     f"length {length}",
-                    f"{_name(experiment)}, {which}, batch {sizes.batch_size}",
+                    f"{_name(experiment.config)}, {which}, batch {sizes.batch_size}",
                     _seconds(which, experiment, batch),
                     check=tuple if index else partial(_check, experiment, sizes.batch_size, length),
                     baseline=baseline,
                     target=DOUBLED if index else None,
-                    numbers=memory if sizes.memory and which == "backward" and length in ends else dict,
+                    numbers=memory if sizes.memory and _number(which, length, sizes.lengths) else dict,
                 )
 
 
-def _name(experiment: Experiment) -> str:
-    config = experiment.config
+def _number(which: str, length: int, lengths: Sequence[int]) -> str | None:
+    """Return what is measured beside the time: memory at both ends, since a process each takes its time."""
+    return PEAK if which == "backward" and length in (lengths[0], lengths[-1]) else None
+
+
+def _name(config: RunConfig) -> str:
     if not uses_solver(config.model):
         return config.choices.model
     return f"{config.choices.model}, l_max {config.schedule.settings['max_iterations']}"
@@ -130,8 +145,8 @@ def _memory(words: list[str], size: int, length: int, threads: int) -> dict[str,
     try:
         extra = peak_extra(prepare, words=words, size=size, length=length, threads=threads)
     except OutOfTime as error:
-        return {"peak_MB": str(error)}
-    return {} if extra is None else {"peak_MB": extra / 1e6}
+        return {PEAK: str(error)}
+    return {} if extra is None else {PEAK: extra / 1e6}
 
 
 def prepare(words: list[str], size: int, length: int, threads: int) -> Callable[[], object]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from fpexp.bench import load
 from fpexp.build import settle_for_device, uses_solver
 from fpexp.config.catalogue import choice_file, choices
 from fpexp.config.compose import each_job, measured_afterwards
 from fpexp.config.quoting import shell_word
 from fpexp.config.run import RunConfig
 from fpexp.config.search_path import own_folders
+from fpexp.errors import UserError
+from fpexp.measurement import parse_measurements
 from fpexp.reporting.layout import read_layout
-from fpexp.reporting.outcome import Job, Plan
+from fpexp.reporting.outcome import Plan, PlannedBenchmark, PlannedRun
 from fpexp.reporting.paper import read_paper
 from fpexp.run_folder import RunFolder
 
@@ -25,26 +28,48 @@ def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
     paper = read_paper(results_dir, name)
     where = [f"results_dir={results_dir}"] if results_dir != Path("results") else []
     if layout.benchmarks:
-        return Plan(name, description, _command(["bench", *layout.benchmarks, *where]), (), layout, paper)
+        command = _command(["bench", *layout.benchmarks, *where])
+        benchmarks = tuple(_benchmark(one, where) for one in layout.benchmarks)
+        return Plan(name, description, command, (), layout, paper, benchmarks=benchmarks)
     common = [f"experiment={name}", *words]
     jobs = []
     composed = each_job(common)
-    verb = ["train", "-m"] if measured_afterwards(composed[0][0]) else ["train"]  # a sweep measures, also of one job
+    measurements = parse_measurements(measured_afterwards(composed[0][0]), "sweep.evaluate")
     for job, config in composed:
         shared = [word for word in common if word in job]  # not those that name several values
-        own = [word for word in job if word not in shared]
+        own = [word for word in job if word not in shared and not word.startswith("seed=")]
         jobs.append(
-            Job(
+            PlannedRun(
                 seed=config.seed,
-                settings={key: value for key, _, value in (word.partition("=") for word in own) if key != "seed"},
-                command=_command([*verb, *shared, *own, *where]),
+                settings={key: value for key, _, value in (word.partition("=") for word in own)},
+                words=_words([*(word for word in shared if not word.startswith("seed=")), *own]),
                 config=config.to_dict(),
                 identities=identities(config),
             )
         )
-    command = _command(["train", "-m", *common, *where]) if len(jobs) > 1 else jobs[0].command
-    resume = _command(["train", *where, "resume="])
-    return Plan(name, description, command, tuple(jobs), layout, paper, resume)
+    if paper:
+        try:
+            paper.check_keys([job.config for job in jobs])
+        except UserError as error:
+            raise UserError(f"{results_dir}/paper/{name}.yaml: {error}") from error
+    several = ["-m"] if len(jobs) > 1 or measurements else []  # a sweep measures, also of one job
+    return Plan(
+        name=name,
+        description=description,
+        command=_command(["train", *several, *common, *where]),
+        jobs=tuple(jobs),
+        layout=layout,
+        paper=paper,
+        resume=_command(["train", *where, "resume="]),
+        measure=_command(["evaluate", *where, "run="]),
+        evaluations={made.kind: made.asked() for made in reversed(measurements)},  # of a kind the first
+        where=_words(where),
+    )
+
+
+def _benchmark(name: str, where: Sequence[str]) -> PlannedBenchmark:
+    needed = getattr(load(name), "needed", tuple)
+    return PlannedBenchmark(name, _command(["bench", name, *where]), tuple(needed()))
 
 
 def identities(config: RunConfig) -> frozenset[str]:
@@ -69,4 +94,8 @@ def identify(run: RunFolder) -> str:
 
 
 def _command(words: Sequence[str]) -> str:
-    return " ".join(["fpexp", *map(shell_word, words)])
+    return _words(["fpexp", *words])
+
+
+def _words(words: Sequence[str]) -> str:
+    return " ".join(map(shell_word, words))

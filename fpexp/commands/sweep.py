@@ -15,7 +15,7 @@ from fpexp.errors import UserError
 from fpexp.sweep_folder import own_words
 from fpexp.tracking.console import note, print_table
 
-NOT_DONE = ("missing", "failed", "interrupted", "lost")
+NOT_DONE = ("missing", "failed", "interrupted", "lost", "damaged")
 
 
 def run(arguments: list[str]) -> int:

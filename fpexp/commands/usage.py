@@ -40,10 +40,10 @@ SWEEP = """\
 usage: fpexp sweep status experiment=<name> [group=choice,... ...] [key=value,... ...]
 
 Lists the jobs that fpexp train -m would have with these words, and of each whether it is finished, recorded (finished,
-under sweep.recorded), running, interrupted, lost (its process is gone), failed (with the reason) or missing; "not
-measured" where the experiment has something measured after training that is still to be done. Then how long the rest
-will train, as far as finished runs of its kind tell, and the commands that make it. Reads files only; the exit code is
-0 whatever they say."""
+under sweep.recorded), running, interrupted, lost (its process is gone), failed (with the reason), damaged (its curve
+cannot be read) or missing; "not measured" where the experiment has something measured after training that is still to
+be done. Then how long the rest will train, as far as finished runs of its kind tell, and the commands that make it.
+Reads files only; the exit code is 0 whatever they say."""
 
 EVALUATE = """\
 usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=<n>] [batch_size=<n>]
@@ -82,8 +82,9 @@ reports (paper/); reference/ and paper/ are the repository's where <results_dir>
 some are named; `fpexp list experiments` lists them.
 
 A run belongs to an experiment by its config, whatever its seed, threads and id: means and sample standard deviations
-are over the seeds that are there. Of equal runs the newest finished one counts. What is missing is listed with the
-command that makes it, what failed or was interrupted as such; nothing is filled in.
+are over the seeds that are there. Of equal runs the newest finished one counts; of its evaluations those that the
+experiment's sweep.evaluate asks for. What is missing is listed with the command that makes it, what failed, was
+interrupted or is damaged as such; nothing is filled in. The columns of csv/ are told in fpexp/reporting/__init__.py.
 
 Further words are as for train and choose other runs of the same experiment: scale=gpu, seed=0,1,2. The folder,
 <results_dir>/report unless named, is replaced as a whole; the same records give the same bytes. How an experiment is

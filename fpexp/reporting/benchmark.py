@@ -1,4 +1,4 @@
-"""Recorded benchmarks as tables: the newest file of each under bench/, one's own or the committed one."""
+"""Recorded benchmarks as tables: those under bench/, one's own and the committed ones."""
 
 from __future__ import annotations
 
@@ -10,22 +10,36 @@ from typing import Any
 
 from fpexp.errors import first_line
 from fpexp.kept import kept
+from fpexp.reporting.outcome import PlannedBenchmark
 from fpexp.reporting.table import NOTHING, Table
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What `fpexp bench` measured: where it stands, on which machine, and a table for each group of contenders."""
+    """What `fpexp bench` measured: where it stands, on which machine, and a table for each group of contenders.
+
+    `rows` are the contenders as they stand in the file.
+    """
 
     name: str
     file: str
     machine: str
     tables: tuple[tuple[str, Table], ...]
+    rows: tuple[Mapping[str, Any], ...] = ()
+
+    def lacks(self, planned: PlannedBenchmark) -> list[str]:
+        """Return what a table needs of it and it has not measured."""
+        measured = {(str(row["contender"]), name, str(row["group"])) for row in self.rows for name in _numbers(row)}
+        return [
+            " ".join(part for part in (f"{group}, {contender}", number) if part)
+            for group, contender, number in planned.needed
+            if not any(m[:2] == (contender, number) and f"{m[2]},".startswith(f"{group},") for m in measured)
+        ]
 
 
-def read_benchmarks(results_dir: Path) -> tuple[dict[str, Benchmark], list[str]]:
-    """Return the newest readable benchmark of each name, and a line for each file that is not one."""
-    found: dict[str, tuple[str, Benchmark]] = {}
+def read_benchmarks(results_dir: Path) -> tuple[dict[str, list[Benchmark]], list[str]]:
+    """Return the readable benchmarks by name, of each the newest first, and a line for each file that is not one."""
+    found: dict[str, list[tuple[str, Benchmark]]] = {}
     problems = []
     places = {"bench": results_dir / "bench", "reference/bench": kept("reference", results_dir) / "bench"}
     for place, folder in places.items():
@@ -37,9 +51,9 @@ def read_benchmarks(results_dir: Path) -> tuple[dict[str, Benchmark], list[str]]
             except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
                 problems.append(f"{file}: no benchmark that can be read: {first_line(error)}")
                 continue
-            if made.name not in found or time > found[made.name][0]:
-                found[made.name] = (time, made)
-    return {name: made for name, (_, made) in sorted(found.items())}, problems
+            found.setdefault(made.name, []).append((time, made))
+    newest_first = {name: sorted(made, key=lambda one: one[0], reverse=True) for name, made in sorted(found.items())}
+    return {name: [benchmark for _, benchmark in made] for name, made in newest_first.items()}, problems
 
 
 def _benchmark(raw: Mapping[str, Any], file: str) -> Benchmark:
@@ -48,7 +62,13 @@ def _benchmark(raw: Mapping[str, Any], file: str) -> Benchmark:
     machine = f"{environment['device']}{threads}, {environment['cpus']} CPUs; {environment['command']}"
     groups = dict.fromkeys(str(row["group"]) for row in rows)
     tables = tuple((group, _table([row for row in rows if str(row["group"]) == group])) for group in groups)
-    return Benchmark(str(raw["benchmark"]), file, machine, tables)
+    return Benchmark(str(raw["benchmark"]), file, machine, tables, tuple(rows))
+
+
+def _numbers(row: Mapping[str, Any]) -> list[str | None]:
+    """Return the names of what a row has measured; None is its time."""
+    found = {None: row.get("median_s"), **row["numbers"]}
+    return [name for name, value in found.items() if value is not None]
 
 
 def _table(rows: list[Mapping[str, Any]]) -> Table:

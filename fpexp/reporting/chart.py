@@ -1,38 +1,12 @@
-"""The figure of an experiment as numbers; `drawing` and the page make pictures of the same ones."""
+"""A figure as numbers: `panels` makes it of what is measured, `drawing` and the page make pictures of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from fpexp.reporting.layout import LONGEST_ABOVE, METRICS, Figure
-from fpexp.reporting.measured import (
-    Summary,
-    at_length,
-    lengths_of,
-    longest_above,
-    metrics_of,
-    summarise,
-    training_length,
-)
-from fpexp.reporting.outcome import Outcome, Setting, label_of
-from fpexp.reporting.paper import look_up
-from fpexp.reporting.record import Record, number
-
-LOGARITHMIC = ("perplexity", "byte_perplexity", "loss")
-"""What is drawn on a logarithmic axis, besides distances."""
-
-SHARES = ("answers_alike", "both_converged")
-"""What lies between 0 and 1 as accuracies do."""
-
-OF_RUNS = {
-    "seconds": "training time (s)",
-    "steps": "steps",
-    "parameters": "weights",
-    "reached": "longest length in training",
-}
-"""Numbers of a run that are none of its config, and what they are called."""
+from fpexp.reporting.measured import Summary
+from fpexp.reporting.names import Style
 
 
 @dataclass(frozen=True)
@@ -45,10 +19,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """The points of one setting, ascending in x; `index` chooses colour and marker and is the same in all panels."""
+    """The points of one setting, ascending in x; its place in the legend and its style are the same in all panels."""
 
     label: str
     index: int
+    style: Style
     points: tuple[Point, ...]
 
 
@@ -80,200 +55,3 @@ class Chart:
     name: str
     title: str
     panels: tuple[Panel, ...]
-
-
-def charts_of(outcome: Outcome) -> tuple[Chart, ...]:
-    """Return the figures of an experiment, but those for which nothing is measured."""
-    charts: list[Chart] = []
-    for figure in outcome.plan.layout.figures:
-        panels = tuple(
-            panel
-            for title, members in _panels(outcome).items()
-            for metric in figure.metrics or metrics_of(outcome)
-            if (panel := _MAKERS[figure.kind](_Drawn(outcome, figure, members, metric, title))).lines
-        )
-        name = outcome.plan.name if not charts else f"{outcome.plan.name}_{len(charts) + 1}"
-        if panels:
-            charts.append(Chart(name, outcome.plan.title, panels))
-    return tuple(charts)
-
-
-def _panels(outcome: Outcome) -> dict[str, list[Setting]]:
-    """Group settings by the key that the layout names; a single group has no title."""
-    layout = outcome.plan.layout
-    groups: dict[str, list[Setting]] = {}
-    for setting in outcome.settings:
-        groups.setdefault(str(look_up(setting.config, layout.panel)), []).append(setting)
-    several = len(groups) > 1
-    return {str(layout.labels.get(value, value)) if several else "": members for value, members in groups.items()}
-
-
-@dataclass(frozen=True)
-class _Drawn:
-    """What a panel is made of."""
-
-    outcome: Outcome
-    figure: Figure
-    members: Sequence[Setting]
-    metric: str
-    title: str
-
-    def name(self, setting: Setting, without: Sequence[str] = ()) -> str:
-        """Return what a setting is called where the panel's title says a part of it and x another."""
-        layout = self.outcome.plan.layout
-        said = {*without, *([layout.panel] if self.title else [])}
-        values = {key: value for key, value in setting.values.items() if key not in said}
-        if len(values) == len(setting.values):
-            return setting.label
-        return label_of(values, layout) or ("" if without else setting.label)
-
-    def lines(self, points: Callable[[Setting], Iterable[Point]]) -> tuple[Line, ...]:
-        """Return one line a setting; its index is its place among all of the experiment, drawn here or not."""
-        order = list(dict.fromkeys(self.name(setting) for setting in self.outcome.settings))
-        found = ((setting, self._usable(points(setting))) for setting in self.members)
-        return tuple(Line(self.name(s), order.index(self.name(s)), tuple(usable)) for s, usable in found if usable)
-
-    def grouped(self, points: Callable[[Setting, int], Iterable[Point]], without: Sequence[str]) -> tuple[Line, ...]:
-        """Return a line for each length and for what differs in the keys `without` alone; length 0: has none."""
-        groups: dict[str, list[Setting]] = {}
-        for setting in self.members:
-            groups.setdefault(self.name(setting, without), []).append(setting)
-        lengths = [0] if self.metric == LONGEST_ABOVE else lengths_of(self.outcome.plan.layout, self.members)
-        lines = []
-        for index, (label, length) in enumerate((label, length) for label in groups for length in lengths):
-            found = self._usable(point for setting in groups[label] for point in points(setting, length))
-            name = ", ".join(part for part in (label, f"length {length}" if length else "") if part)
-            if found:
-                lines.append(Line(name or METRICS[self.metric], index, tuple(sorted(found, key=lambda p: p.x))))
-        return tuple(lines)
-
-    def panel(self, x: Axis, lines: tuple[Line, ...], marked: bool = False) -> Panel:
-        """Return the panel; `marked` with the longest lengths in training."""
-        trained = sorted({length for s in self.members if (length := training_length(s.config))}) if marked else []
-        marks = tuple((float(length), "longest in training") for length in trained)
-        return Panel(self.title, x, _y_axis(self.metric), lines, _levels(self.members, self.metric), marks)
-
-    def _usable(self, points: Iterable[Point]) -> list[Point]:
-        """Return what its axis has a place for: no zero on a logarithmic one."""
-        linear = _y_axis(self.metric).scale == "linear"
-        return [point for point in points if linear or point.y.mean > 0]
-
-
-def _by_length(drawn: _Drawn) -> Panel:
-    def points(setting: Setting) -> Iterable[Point]:
-        for length in sorted({length for run in setting.runs for length in run.by_length}):
-            if summary := at_length(setting.runs, drawn.metric, length):
-                yield Point(length, summary)
-
-    return drawn.panel(Axis("length", "log2"), drawn.lines(points), marked=True)
-
-
-def _agreement(drawn: _Drawn) -> Panel:
-    def points(setting: Setting) -> Iterable[Point]:
-        rows = [(run.id, row) for run in setting.runs for row in run.evaluations["agreement"]]
-        yield from _points(rows, "length", drawn.metric)
-
-    return drawn.panel(Axis("length", "log2"), drawn.lines(points), marked=True)
-
-
-def _over_training(drawn: _Drawn) -> Panel:
-    figure = drawn.figure
-
-    def points(setting: Setting) -> Iterable[Point]:
-        rows = [(run.id, row) for run in setting.runs for row in run.metrics if row.get("kind") == figure.rows]
-        found = _points(rows, "step", drawn.metric)
-        if figure.x == ["step"]:
-            return found
-        seconds = {point.x: point.y.mean for point in _points(rows, "step", "seconds")}
-        return [Point(seconds[point.x], point.y) for point in found if point.x in seconds]
-
-    x = Axis("step" if figure.x == ["step"] else OF_RUNS["seconds"])
-    return drawn.panel(x, drawn.lines(points))
-
-
-def _by_setting(drawn: _Drawn) -> Panel:
-    keys, labels = drawn.figure.x, drawn.outcome.plan.layout.labels
-
-    def points(setting: Setting, length: int) -> Iterable[Point]:
-        x = _of_setting(setting, keys)
-        y = summarise((run.id, _of_run(run, drawn.metric, length)) for run in setting.runs)
-        if x is not None and y is not None:
-            yield Point(x, y)
-
-    lines = drawn.grouped(points, [*keys, *drawn.figure.over])
-    names = dict.fromkeys(str(labels.get(key, key.rpartition(".")[2].replace("_", " "))) for key in keys)
-    if keys[0] in OF_RUNS:
-        return drawn.panel(Axis(OF_RUNS[keys[0]]), lines)
-    return drawn.panel(_growing(" or ".join(names), lines), lines)
-
-
-def _by_cap(drawn: _Drawn) -> Panel:
-    def points(setting: Setting, length: int) -> Iterable[Point]:
-        rows = [(run.id, row) for run in setting.runs for row in run.evaluations["iterations"]]
-        return _points([(run, row) for run, row in rows if row.get("length") == length], "max_iterations", drawn.metric)
-
-    lines = drawn.grouped(points, [])
-    return drawn.panel(_growing("cap on iterations", lines), lines)
-
-
-_MAKERS: Mapping[str, Callable[[_Drawn], Panel]] = {
-    "curve": _by_length,
-    "setting": _by_setting,
-    "training": _over_training,
-    "iterations": _by_cap,
-    "agreement": _agreement,
-}
-
-
-def _points(rows: Iterable[tuple[str, Mapping[str, Any]]], x: str, metric: str) -> list[Point]:
-    """Summarise the rows, each of a run's id, that have the same x, ascending."""
-    groups: dict[float, list[tuple[str, float | None]]] = {}
-    for run, row in rows:
-        if (place := number(row, x)) is not None:
-            groups.setdefault(place, []).append((run, number(row, metric)))
-    found = ((place, summarise(values)) for place, values in sorted(groups.items()))
-    return [Point(place, summary) for place, summary in found if summary]
-
-
-def _growing(name: str, lines: Sequence[Line]) -> Axis:
-    """Return an axis in powers of two, where all has a place on it."""
-    return Axis(name, "log2" if all(point.x > 0 for line in lines for point in line.points) else "linear")
-
-
-def _of_setting(setting: Setting, keys: Sequence[str]) -> float | None:
-    if keys[0] in OF_RUNS:
-        found = summarise((run.id, getattr(run, keys[0])) for run in setting.runs)
-        return found.mean if found else None
-    own = [key for key in keys if key in setting.values]
-    return number({"x": look_up(setting.config, (own or keys)[0])}, "x") if own or len(keys) == 1 else None
-
-
-def _of_run(run: Record, metric: str, length: int) -> float | None:
-    return number(run.by_length.get(length, {}), metric) if length else longest_above(run)
-
-
-def _y_axis(metric: str) -> Axis:
-    name = METRICS.get(metric, metric.removeprefix("layers.").replace(".", ": ").replace("_", " "))
-    if metric == "scaled_accuracy":
-        return Axis(name, "linear", (-0.05, 1.02))
-    if metric.endswith("accuracy") or metric in SHARES:
-        return Axis(name, "linear", (0.0, 1.02))
-    return Axis(name, "log" if metric in LOGARITHMIC or metric.startswith("distance") else "linear")
-
-
-def _levels(members: Sequence[Setting], metric: str) -> tuple[tuple[float, str], ...]:
-    """Return what a guess has (chance, or the perplexity of a unigram), and the tolerance of distances."""
-    runs = [run for setting in members for run in setting.runs]
-    rows: list[Mapping[str, Any]] = [row for run in runs for row in run.curve]
-    if metric == "scaled_accuracy":
-        return ((0.0, "chance"),)
-    if metric in ("token_accuracy", "last_token_accuracy"):
-        key, name = "chance", "chance"
-    elif metric == "perplexity":
-        key, name = "unigram_perplexity", "unigram"
-    elif metric.startswith("distance"):
-        key, name, rows = "solver.tolerance", "tolerance", [run.config for run in runs]
-    else:
-        return ()
-    found = (number(row, key) for row in rows)
-    return tuple((level, name) for level in sorted({value for value in found if value is not None}))

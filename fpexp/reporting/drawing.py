@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from fpexp.reporting.chart import Axis, Chart, Line, Panel
+from fpexp.reporting.names import COLOURS
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#6B6B6B")
-"""Told apart with any kind of colour vision (Okabe and Ito 2008, less yellow, grey for black)."""
-
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
-DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
+SHAPES = ("o", "s", "^", "D", "v", "P", "X", "*", "<")
+STROKES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
 COLUMNS = 2
 """Panels beside each other."""
+
+FEW = 6
+"""Series that have their names below a single panel; more stand at its right."""
 
 
 def draw(chart: Chart, stem: Path) -> list[Path]:
@@ -30,9 +31,14 @@ def draw(chart: Chart, stem: Path) -> list[Path]:
     rows = math.ceil(len(chart.panels) / columns)
     labels = {line.label: line.index for panel in chart.panels for line in panel.lines}
     width = 4.6 * columns + 0.6
-    beside = max(1, int(width / (0.085 * max(map(len, labels)) + 0.7)))  # inches: letters, and a sample of the line
-    legend_rows = math.ceil(len(labels) / beside) if len(labels) > 1 else 0
-    size = (width, 3.3 * rows + 0.3 + 0.2 * legend_rows)
+    name_width = 0.085 * max(map(len, labels)) + 0.9  # inches: letters, and a sample of the line
+    if len(chart.panels) == 1 and len(labels) > FEW:
+        place: dict[str, Any] = {"loc": "outside center right"}
+        size = (width + name_width, max(3.6, 0.2 * len(labels) + 0.3))
+    else:
+        beside = max(1, int(width / name_width))
+        place = {"loc": "outside lower center", "ncols": beside}
+        size = (width, 3.3 * rows + 0.3 + (0.2 * math.ceil(len(labels) / beside) if len(labels) > 1 else 0))
     with rc_context({"svg.hashsalt": "fpexp", "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=size, dpi=150, layout="constrained")
         FigureCanvasAgg(figure)
@@ -47,8 +53,8 @@ def draw(chart: Chart, stem: Path) -> list[Path]:
             figure.legend(
                 [handles[name] for name in names],
                 list(map(_plain, names)),
-                loc="outside lower center",
-                ncols=beside,
+                **place,
+                handlelength=3.2,
                 fontsize=8,
                 frameon=False,
             )
@@ -80,9 +86,9 @@ def _draw_panel(axes: Any, panel: Panel, handles: dict[str, Any]) -> None:
 def _draw_line(axes: Any, line: Line) -> Any:
     x = [point.x for point in line.points]
     means = [point.y.mean for point in line.points]
-    colour = COLOURS[line.index % len(COLOURS)]
-    marker = MARKERS[line.index % len(MARKERS)] if len(x) <= 24 else None
-    dashes = DASHES[line.index // len(COLOURS) % len(DASHES)]
+    colour = COLOURS[line.style.colour].on_white
+    marker = SHAPES[line.style.marker] if len(x) <= 24 else None
+    dashes = STROKES[line.style.dash]
     (drawn,) = axes.plot(x, means, color=colour, marker=marker, ms=4, lw=1.5, ls=dashes)
     if any(point.y.spread for point in line.points):
         low = [point.y.mean - (point.y.spread or 0.0) for point in line.points]

@@ -4,18 +4,20 @@ report:
   paper: Figure 4                  # what it stands for in the paper; those that have it come first
   title: State tracking            # default: the experiment's name
   metrics: [token_accuracy]        # in the table and in figures that name none; default: perplexity of text, else this
-  at: [16, 32, 64]                 # lengths with a column in the table; default: the training length, twice and 4 times
+  at: [16, 32, 64]                 # lengths with a column in the table, or 2x: twice the training length; others for
+                                   # each value of panel: {a5: [16], copy: [2x]}; default: [1x, 2x, 4x]
   names: [model, model.layers]     # keys that name a setting; default: all that are not the same in every run
   panel: task                      # a key with a panel for each of its values
-  labels: {fp_mamba_h: FP-Mamba-H} # what values and keys are called
+  labels: {model.layers: depth, model=gdn model.decay=false: DeltaNet} # what keys, values and several of them together
+                                   # are called, beside fpexp.reporting.names
   figures:                         # default: one of kind curve; []: the table alone
     - {kind: curve}                # by length
     - {kind: setting, x: schedule.max_iterations, over: training.steps} # a line joins what differs in these alone;
                                    # x: a key with numbers (of several the one that a setting has), or seconds, steps,
                                    # parameters, reached
     - {kind: training, x: step, rows: validation, metrics: layers.0.iterations_mean} # x: or seconds; rows: or train
-    - {kind: iterations}           # by the cap, from fpexp evaluate max_iterations=[...]
-    - {kind: agreement, metrics: distance_mean} # by length, from fpexp evaluate against=...
+    - {kind: iterations}           # by the cap, from the first of sweep.evaluate that has max_iterations
+    - {kind: agreement, metrics: distance_mean} # by length, from the first of sweep.evaluate that has against
   benchmarks: [complexity]         # what fpexp bench has measured, in the place of runs
   on_request: false                # true: reported only where it is named
 
@@ -24,6 +26,7 @@ Every key has a default, so that an experiment without a block is reported by it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,12 +35,11 @@ from typing import Any, Literal
 from fpexp.config.schema import Checker, did_you_mean
 from fpexp.config.values import parse_value
 from fpexp.errors import UserError
-from fpexp.ranges import Count
 
 KEY = "report"
 
 LONGEST_ABOVE = "longest_above_90"
-"""The longest length up to which every length of the curve has a token accuracy of 90 % or more (paper fig. 6)."""
+"""The longest length up to which every length of the curve has a token accuracy above 90 % (paper fig. 6)."""
 
 METRICS: Mapping[str, str] = {
     "token_accuracy": "accuracy of tokens",
@@ -80,7 +82,7 @@ class Layout:
     paper: str | None = None
     title: str | None = None
     metrics: list[str] = field(default_factory=list)
-    at: list[Count] = field(default_factory=list)
+    at: Any = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     panel: str = "task"
     labels: Any = field(default_factory=dict)
@@ -92,6 +94,16 @@ class Layout:
         _check_metrics(self.metrics)
         if not isinstance(self.labels, Mapping):
             raise UserError(f"labels is a mapping, not {self.labels!r}")
+        for entries in self.at.values() if isinstance(self.at, Mapping) else [self.at]:
+            for entry in entries if isinstance(entries, list) else [entries]:
+                if not (isinstance(entries, list) and _is_length(entry)):
+                    raise UserError(f"at is a list of lengths, or of multiples of that in training (2x), not {entry!r}")
+
+
+def _is_length(entry: Any) -> bool:
+    if isinstance(entry, str):
+        return re.fullmatch(r"[1-9]\d*x", entry) is not None
+    return isinstance(entry, int) and not isinstance(entry, bool) and entry > 0
 
 
 def read_layout(path: Path) -> Layout:

@@ -47,7 +47,12 @@ def _section(section: Section) -> list[str]:
         ]
     if section.remarks:
         parts += ["Recorded more than once:", _bullets(section.remarks)]
-    return [*parts, f"All numbers: [csv/{name}.csv](csv/{name}.csv)"]
+    if plan.jobs:
+        parts.append(
+            f"As numbers: csv/[{name}.csv](csv/{name}.csv), [runs](csv/{name}_runs.csv), "
+            f"[curves](csv/{name}_curves.csv)"
+        )
+    return parts
 
 
 def _benchmark(benchmark: Benchmark) -> list[str]:

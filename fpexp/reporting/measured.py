@@ -9,7 +9,9 @@ from typing import Any
 
 from fpexp.reporting.layout import Layout
 from fpexp.reporting.outcome import Outcome, Setting
+from fpexp.reporting.paper import look_up
 from fpexp.reporting.record import Record, number
+from fpexp.reporting.store import curve_lengths, training_length
 
 MASTERED = 0.9
 """The accuracy of LONGEST_ABOVE (paper fig. 6)."""
@@ -42,9 +44,13 @@ def metrics_of(outcome: Outcome) -> tuple[str, ...]:
     """Return what is reported of an experiment: what its layout says, else perplexity of text or token accuracy."""
     if outcome.plan.layout.metrics:
         return tuple(outcome.plan.layout.metrics)
-    rows = [row for run in outcome.runs for row in run.curve]
-    text = bool(rows) and all(number(row, "perplexity") is not None for row in rows)
-    return ("perplexity",) if text else ("token_accuracy",)
+    return (metric_of(row for run in outcome.runs for row in run.curve),)
+
+
+def metric_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the metric that rows of curves are read by."""
+    numbers = [number(row, "perplexity") for row in rows]
+    return "token_accuracy" if not numbers or None in numbers else "perplexity"
 
 
 def lengths_of(layout: Layout, settings: Iterable[Setting]) -> list[int]:
@@ -53,23 +59,25 @@ def lengths_of(layout: Layout, settings: Iterable[Setting]) -> list[int]:
     Else, of each setting, those at or next after 1, 2 and 4 times its training length.
     """
     settings = list(settings)
-    chosen = [n for n in layout.at if any(n in setting.config["evaluation"]["lengths"] for setting in settings)]
-    return chosen or sorted({length for setting in settings for length in _own_lengths(setting.config)})
+    chosen = {length for setting in settings for length in _chosen(layout, setting.config)}
+    return sorted(chosen or {length for setting in settings for length in own_lengths(setting.config)})
 
 
-def _own_lengths(config: Mapping[str, Any]) -> list[int]:
-    measured, longest = sorted(config["evaluation"]["lengths"]), training_length(config)
-    if longest is None:
-        return measured[-3:]
-    wanted = (next((length for length in measured if length >= factor * longest), None) for factor in (1, 2, 4))
+def _chosen(layout: Layout, config: Mapping[str, Any]) -> list[int]:
+    at = layout.at.get(str(look_up(config, layout.panel)), []) if isinstance(layout.at, Mapping) else layout.at
+    multiples = [int(entry.removesuffix("x")) for entry in at if isinstance(entry, str)]
+    return [*(n for n in at if n in curve_lengths(config)), *_multiples(config, multiples)]
+
+
+def own_lengths(config: Mapping[str, Any]) -> list[int]:
+    """Return the measured lengths at or next after 1, 2 and 4 times the training length; without one the longest."""
+    return _multiples(config, (1, 2, 4)) if training_length(config) else curve_lengths(config)[-3:]
+
+
+def _multiples(config: Mapping[str, Any], factors: Iterable[int]) -> list[int]:
+    measured, longest = curve_lengths(config), training_length(config)
+    wanted = (next((n for n in measured if longest and n >= factor * longest), None) for factor in factors)
     return [length for length in wanted if length is not None]
-
-
-def training_length(config: Mapping[str, Any]) -> int | None:
-    """Return the longest length that training may use, by the task's length policy or its context."""
-    task = config.get("task") or {}
-    longest = (task.get("lengths") or {}).get("max", task.get("context"))
-    return longest if isinstance(longest, int) else None
 
 
 def at_length(runs: Sequence[Record], metric: str, length: int) -> Summary | None:
@@ -78,13 +86,13 @@ def at_length(runs: Sequence[Record], metric: str, length: int) -> Summary | Non
 
 
 def longest_above(run: Record) -> float | None:
-    """Return the longest length up to which every measured one has an accuracy of 90 % or more; 0 where none has."""
+    """Return the longest length up to which every measured one has an accuracy above 90 %; 0 where none has."""
     if not run.curve:
         return None
     longest = 0
     for row in run.curve:
         accuracy = number(row, "token_accuracy")
-        if accuracy is None or accuracy < MASTERED:
+        if accuracy is None or accuracy <= MASTERED:
             break
         longest = row["length"]
     return float(longest)

@@ -5,52 +5,82 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fpexp.reporting.layout import Layout
-from fpexp.reporting.paper import Paper
+from fpexp.reporting.names import RANK, label_of
+from fpexp.reporting.paper import Paper, look_up
 from fpexp.reporting.record import Record
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedRun:
     """A run that an experiment asks for. `identities` are what a `Record` of it may have, one for each kind of device.
 
-    `settings` are its own words, key -> value, beside those of the whole experiment and the seed.
+    `settings` are its own words, key -> value, beside those of the whole experiment and the seed; `words` all but the
+    seed, for a shell.
     """
 
     seed: int
     settings: Mapping[str, str]
-    command: str
+    words: str
     config: Mapping[str, Any]
     identities: frozenset[str]
+
+
+@dataclass(frozen=True)
+class PlannedBenchmark:
+    """A benchmark that an experiment asks for.
+
+    `needed` are the numbers without which it is partial: how a row's group begins, the row, the name (None: its time).
+    """
+
+    name: str
+    command: str
+    needed: tuple[tuple[str, str, str | None], ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
     """An experiment: what it asks for, how it is reported, what the paper has.
 
-    `command` runs all that is missing, `resume` (with an id behind it) goes on with a run.
+    `command` runs all that is missing, `resume` (with an id behind it) goes on with a run, `measure` measures its
+    curve anew; `where` is a word with the results folder, if it is another one. `evaluations` are what it has measured
+    of every finished run, its sweep.evaluate: kind -> what is asked for.
     """
 
     name: str
     description: str
     command: str
-    jobs: tuple[Job, ...]
+    jobs: tuple[PlannedRun, ...]
     layout: Layout
     paper: Paper | None = None
     resume: str = "fpexp train resume="
+    measure: str = "fpexp evaluate run="
+    evaluations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    benchmarks: tuple[PlannedBenchmark, ...] = ()
+    where: str = ""
 
     @property
     def title(self) -> str:
         """What stands above its part of the report."""
         return ": ".join(part for part in (self.layout.paper, self.layout.title or self.name) if part)
 
+    def train(self, runs: Sequence[PlannedRun]) -> str:
+        """Return the command that makes some runs that differ in nothing but the seed, and measures what is asked for.
+
+        It is a sweep without the experiment's grid, which might have more rows with the same words.
+        """
+        seeds = ",".join(str(run.seed) for run in runs)
+        words = [runs[0].words, f"seed={seeds}", *([self.where] if self.where else [])]
+        sweep = ["fpexp train -m", *words, "sweep.grid=null"]
+        return " ".join(sweep if len(runs) > 1 or self.evaluations else ["fpexp train", *words])
+
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A run that was begun and has no curve, and the command that goes on with it or makes it anew, if one does.
+    """A run that was begun and has no whole curve, and the command that goes on with it or makes it anew, if one does.
 
     `asked`: the grid has its seed.
     """
@@ -73,7 +103,7 @@ class Setting:
     config: Mapping[str, Any]
     runs: tuple[Record, ...]  # by seed
     asked: int
-    missing: tuple[Job, ...]
+    missing: tuple[PlannedRun, ...]
     unfinished: tuple[Unfinished, ...]
     repeated: tuple[tuple[Record, tuple[Record, ...]], ...]
 
@@ -101,10 +131,15 @@ class Outcome:
         """All runs that count."""
         return [run for setting in self.settings for run in setting.runs]
 
+    def evaluated(self, run: Record, kind: str) -> Sequence[Mapping[str, Any]]:
+        """Return the rows of the evaluation that the experiment asks for, whatever else the run was measured for."""
+        asked = self.plan.evaluations.get(kind)
+        return () if asked is None else run.evaluated(kind, asked)
+
 
 def match(plan: Plan, records: Sequence[Record]) -> Outcome:
     """Give each setting of a plan its runs: those with the same config, of whatever seed."""
-    groups: dict[frozenset[str], list[Job]] = {}
+    groups: dict[frozenset[str], list[PlannedRun]] = {}
     for job in plan.jobs:
         groups.setdefault(job.identities, []).append(job)
     names = plan.layout.names or _varying(plan.jobs)
@@ -112,14 +147,14 @@ def match(plan: Plan, records: Sequence[Record]) -> Outcome:
     return Outcome(plan, tuple(_distinct(settings)))
 
 
-def _varying(jobs: Iterable[Job]) -> list[str]:
+def _varying(jobs: Iterable[PlannedRun]) -> list[str]:
     """Return the keys whose words are not the same in all jobs, in the order in which they come."""
     jobs = list(jobs)
     keys = dict.fromkeys(key for job in jobs for key in job.settings)
     return [key for key in keys if len({job.settings.get(key) for job in jobs}) > 1]
 
 
-def _setting(jobs: Sequence[Job], names: Sequence[str], plan: Plan, records: Sequence[Record]) -> Setting:
+def _setting(jobs: Sequence[PlannedRun], names: Sequence[str], plan: Plan, records: Sequence[Record]) -> Setting:
     (first, *_), layout = jobs, plan.layout
     by_seed: dict[int, list[Record]] = {}
     for record in records:
@@ -134,10 +169,11 @@ def _setting(jobs: Sequence[Job], names: Sequence[str], plan: Plan, records: Seq
             if others:
                 repeated.append((best, tuple(others)))
         else:
-            unfinished.append(_unfinished(best, jobs_of_seed.get(seed), plan.resume))
-    values = {key: first.settings[key] for key in names if key in first.settings}
+            unfinished.append(_unfinished(best, jobs_of_seed.get(seed), plan))
+    values = _with_rank({key: first.settings[key] for key in names if key in first.settings}, first.config)
+    alone = _with_rank({"model": str(first.config["choices"]["model"])}, first.config)
     return Setting(
-        label=label_of(values, layout) or layout.labels.get(_model(first.config), _model(first.config)),
+        label=label_of(values or alone, layout),
         values=values,
         config=first.config,
         runs=tuple(runs),
@@ -148,37 +184,25 @@ def _setting(jobs: Sequence[Job], names: Sequence[str], plan: Plan, records: Seq
     )
 
 
-def _unfinished(record: Record, job: Job | None, resume: str) -> Unfinished:
+def _unfinished(record: Record, job: PlannedRun | None, plan: Plan) -> Unfinished:
     why = record.state + (f": {record.reason}" if record.reason else "")
-    command = job.command if job else None
-    if record.state == "finished":
-        why = "finished, without a curve that can be read"
-    elif record.state == "running":
+    command = plan.train([job]) if job else None
+    if record.state == "running":
         command = None
     elif record.state in ("interrupted", "lost") and record.place == "runs":
-        command = resume + shlex.quote(record.id)
+        command = plan.resume + shlex.quote(record.id)
+    elif record.state == "damaged" and record.place == "runs" and record.has_weights:
+        command = plan.measure + shlex.quote(record.id)
     return Unfinished(record, why, command, asked=job is not None)
 
 
-def label_of(values: Mapping[str, str], layout: Layout) -> str:
-    """Return what a setting is called: a group's choice by its name alone, other keys as their last part = value.
-
-    Of switches, those that are on: Q+b, or none.
-    """
-    parts, switches, on = [], False, []
-    for key, value in values.items():
-        name = str(layout.labels.get(value, value))
-        short = str(layout.labels.get(key, key.rpartition(".")[2]))
-        if value.lower() in ("true", "false"):
-            switches = True
-            on += [short] if value.lower() == "true" else []
-        else:
-            parts.append(name if "." not in key else f"{short}={name}")
-    return ", ".join([*parts, *(["+".join(on) or "none"] if switches else [])])
-
-
-def _model(config: Mapping[str, Any]) -> str:
-    return str(config["choices"]["model"])
+def _with_rank(values: dict[str, str], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the values with the rank of a model's channel mixer, which is a part of its name: FP-Mamba-H r=2."""
+    rank = look_up(config, RANK)
+    if "model" not in values or RANK in values or rank is None:
+        return values
+    pairs = [[(key, value), *([(RANK, str(rank))] if key == "model" else [])] for key, value in values.items()]
+    return dict(pair for own in pairs for pair in own)
 
 
 def _distinct(settings: Sequence[Setting]) -> list[Setting]:

@@ -3,23 +3,24 @@
 source: Table 4                                  # where it stands in the paper
 measure: scaled accuracy                         # what the values are, and at which length
 claims: [what is reported in words only]
+when: {task: a5, model.layers: 1}                # of all rows that have one of their own
 rows:
   - {label: Mamba, when: {model: mamba}, value: 0.136}                 # spread: its standard deviation, if reported
   - {label: FP-Mamba-K, when: {model: fp_mamba_k}, range: [0.45, 0.55]}
   - {label: LSTM, when: {model: lstm}, says: solves both}              # a direction, no number
 
 `when` names keys of a run's config; a row without it is a model that is not ours. A row belongs to every setting that
-has all of these values.
+has all of these values, of a list one of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fpexp.config.schema import Checker
+from fpexp.config.schema import Checker, did_you_mean, leaves
 from fpexp.config.values import parse_value
 from fpexp.errors import UserError
 from fpexp.kept import kept
@@ -59,7 +60,9 @@ class Reported:
 
     def fits(self, config: Mapping[str, Any]) -> bool:
         """Tell whether the row is of the setting that a config has."""
-        return bool(self.when) and all(look_up(config, key) == value for key, value in self.when.items())
+        return bool(self.when) and all(
+            look_up(config, key) in (value if isinstance(value, list) else [value]) for key, value in self.when.items()
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,22 @@ class Paper:
     source: str = ""
     measure: str = ""
     claims: tuple[str, ...] = ()
+    when: Any = None
     rows: tuple[Reported, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.when is not None and not isinstance(self.when, Mapping):
+            raise UserError(f"when is a mapping from keys to values, not {self.when!r}")
+
+    def check_keys(self, configs: Sequence[Mapping[str, Any]]) -> None:
+        """Raise a `UserError` for a key of `when` that the settings of a row's task, model and so on do not have."""
+        for row in self.rows:
+            groups = {key: value for key, value in (row.when or {}).items() if key in configs[0]["choices"]}
+            of_row = [config for config in configs if not groups or replace(row, when=groups).fits(config)]
+            for key in (row.when or {}) if of_row else ():
+                known = {*of_row[0]["choices"], *(leaf for config in of_row for leaf, _ in leaves(config))}
+                if key not in known:
+                    raise UserError(f"'{row.label}': unknown key '{key}' in when{did_you_mean(key, known)}")
 
 
 def read_paper(results_dir: Path, experiment: str) -> Paper | None:
@@ -80,6 +98,8 @@ def read_paper(results_dir: Path, experiment: str) -> Paper | None:
     try:
         raw = parse_value(path.read_text(), f"{path}: not YAML")
         paper: Paper = Checker({}).check(Paper, raw, "")
+        rows = (replace(row, when={**(paper.when or {}), **row.when}) if row.when else row for row in paper.rows)
+        paper = replace(paper, rows=tuple(rows))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     except UserError as error:

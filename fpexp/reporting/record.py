@@ -11,13 +11,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fpexp.errors import FpexpError, first_line
+from fpexp.errors import FpexpError, UserError, first_line
 from fpexp.kept import kept
-from fpexp.reporting.store import read_plain_config
+from fpexp.reporting.store import curve_lengths, read_plain_config, settings_beside, whole_curve
 from fpexp.run_folder import RunFolder, read_rows
 
 EVALUATIONS = ("iterations", "agreement")
 """What a run may have been measured for besides its curve, by `fpexp evaluate`."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One such measurement: its kind, of EVALUATIONS, what was asked for (its settings.json), and its rows."""
+
+    kind: str
+    asked: Any
+    rows: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -31,13 +40,14 @@ class Record:
     place: str
     identity: str | None
     config: Mapping[str, Any]
-    state: str
+    state: str  # as in status.json; `damaged`: finished, and its curve cannot be read
     reason: str
     ended: datetime
     curve: tuple[Mapping[str, Any], ...]  # ascending in length
     metrics: tuple[Mapping[str, Any], ...]
     environment: Mapping[str, Any]  # of its last sitting
-    evaluations: Mapping[str, Sequence[Mapping[str, Any]]]  # kind, of EVALUATIONS, -> newest rows
+    evaluations: tuple[Evaluation, ...] = ()  # oldest first
+    has_weights: bool = False
     problems: tuple[str, ...] = ()
 
     @property
@@ -45,10 +55,10 @@ class Record:
         """The run's seed."""
         return int(self.config["seed"])
 
-    @cached_property
+    @property
     def finished(self) -> bool:
-        """Whether it ended well and its curve can be read."""
-        return self.state == "finished" and bool(self.curve)
+        """Whether it ended well and its curve is whole."""
+        return self.state == "finished"
 
     @cached_property
     def steps(self) -> int | None:
@@ -77,6 +87,11 @@ class Record:
     def by_length(self) -> dict[int, Mapping[str, Any]]:
         """The rows of the curve."""
         return {row["length"]: row for row in self.curve}
+
+    def evaluated(self, kind: str, asked: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+        """Return the rows of the newest evaluation that was asked for just so; none where there is none."""
+        found = (made.rows for made in reversed(self.evaluations) if (made.kind, made.asked) == (kind, asked))
+        return next(found, ())
 
 
 def number(row: Mapping[str, Any], key: str) -> float | None:
@@ -121,11 +136,14 @@ def _read(run: RunFolder, place: str, identify: Callable[[RunFolder], str]) -> R
         except (FpexpError, OSError) as error:
             problems.append(f"its config is not one of this version: {first_line(error)}")
     status = run.status()
-    curve = _rows(run.curve, problems)
-    whole = [row for row in curve if _is_length(row.get("length"))]
-    if len(whole) < len(curve):
-        problems.append("curve.jsonl has rows without a length, left out")
-    for row in whole:
+    state, reason, curve = str(status.get("state")), status.get("reason"), []
+    if state == "finished" and config is not None:
+        try:
+            curve = whole_curve(run, curve_lengths(config))
+        except UserError as error:
+            state, reason = "damaged", error
+            problems.append(f"damaged: {error}")
+    for row in curve:
         lost = [key for key in row if key.endswith(("accuracy", "perplexity")) and number(row, key) is None]
         if lost:
             problems.append(f"not a number at length {row['length']}, left out: {', '.join(lost)}")
@@ -135,13 +153,14 @@ def _read(run: RunFolder, place: str, identify: Callable[[RunFolder], str]) -> R
         place=place,
         identity=identity,
         config=config or {},
-        state=str(status.get("state")),
-        reason=" ".join(str(status.get("reason") or "").split()),
+        state=state,
+        reason=" ".join(str(reason or "").split()),
         ended=_time(status.get("time")) or _time(environment.get("time")) or datetime.min.replace(tzinfo=UTC),
-        curve=tuple(sorted(whole, key=lambda row: row["length"])),
+        curve=tuple(curve),
         metrics=tuple(_rows(run.metrics, problems)),
         environment=environment,
-        evaluations={kind: _evaluation(run, kind, problems) for kind in EVALUATIONS},
+        evaluations=_evaluations(run, problems),
+        has_weights=any(run.checkpoints.glob("step_*")),
         problems=tuple(problems),
     )
 
@@ -162,10 +181,10 @@ def _rows(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     return whole
 
 
-def _evaluation(run: RunFolder, kind: str, problems: list[str]) -> list[dict[str, Any]]:
-    """Read the rows of the newest evaluation of a kind; its file has this name only when it is whole."""
-    files = sorted((run.path / "evaluations").glob(f"*/{kind}.jsonl"))
-    return _rows(files[-1], problems) if files else []
+def _evaluations(run: RunFolder, problems: list[str]) -> tuple[Evaluation, ...]:
+    """Read what the run was measured for later; a file has its name only when it is whole."""
+    files = [path for kind in EVALUATIONS for path in (run.path / "evaluations").glob(f"*/{kind}.jsonl")]
+    return tuple(Evaluation(path.stem, settings_beside(path), _rows(path, problems)) for path in sorted(files))
 
 
 def _environment(run: RunFolder, problems: list[str]) -> dict[str, Any]:

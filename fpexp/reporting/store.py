@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +38,7 @@ def summarise(run: RunFolder) -> RunSummary:
     config = read_plain_config(run)
     if config is None:
         return RunSummary(run.id, "?", "?", f"{state}, unreadable config", None, None, None, None)
-    length = _longest_allowed(config)
+    length = training_length(config)
     try:
         rows = {row["length"]: row for row in _rows(run.curve)}
     except UserError:
@@ -84,6 +87,31 @@ def read_curve(run: RunFolder, path: Path | None = None) -> Curve:
     )
 
 
+def whole_curve(run: RunFolder, lengths: Iterable[int]) -> list[dict[str, Any]]:
+    """Return the rows of a finished run's curve, ascending, or those of `fpexp evaluate run=<id>` where it is damaged.
+
+    A curve without one of the lengths is damaged too. A `UserError` says what is wrong with it.
+    """
+    try:
+        return _whole(run.curve, lengths)
+    except UserError:
+        for path in sorted((run.path / "evaluations").glob("*/curve.jsonl"), reverse=True):
+            if settings_beside(path) == {}:  # measured again, by the run's own settings
+                with suppress(UserError):
+                    return _whole(path, lengths)
+        raise
+
+
+def _whole(path: Path, lengths: Iterable[int]) -> list[dict[str, Any]]:
+    rows = sorted(_rows(path), key=lambda row: row["length"])
+    lacking = [str(length) for length in sorted({*lengths} - {row["length"] for row in rows})]
+    if lacking:
+        raise UserError(f"{path} lacks {'length' if len(lacking) == 1 else 'lengths'} {', '.join(lacking)}")
+    if not rows:
+        raise UserError(f"{path} has no rows")
+    return rows
+
+
 def read_plain_config(run: RunFolder) -> dict[str, Any] | None:
     """Read the config as it stands, without the packages and the schema that made it; None where it is no config."""
     try:
@@ -92,6 +120,14 @@ def read_plain_config(run: RunFolder) -> dict[str, Any] | None:
     except (OSError, UserError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
         return None
     return dict(config)
+
+
+def settings_beside(path: Path) -> Any:
+    """Read what an evaluation was asked for; None where that cannot be read."""
+    try:
+        return json.loads((path.parent / "settings.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -105,8 +141,14 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _longest_allowed(config: dict[str, Any]) -> int | None:
+def curve_lengths(config: Mapping[str, Any]) -> list[int]:
+    """Return the lengths that a config has measured, ascending."""
+    lengths = (config.get("evaluation") or {}).get("lengths") or []
+    return sorted(length for length in lengths if isinstance(length, int))
+
+
+def training_length(config: Mapping[str, Any]) -> int | None:
     """Return the longest length that training may use, by the task's length policy or its context."""
-    task = config["task"]
+    task = config.get("task") or {}
     longest = (task.get("lengths") or {}).get("max", task.get("context"))
     return longest if isinstance(longest, int) else None

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fpexp.reporting.chart import Chart
 from fpexp.reporting.layout import LONGEST_ABOVE, METRICS
 from fpexp.reporting.measured import (
     Summary,
@@ -16,11 +14,11 @@ from fpexp.reporting.measured import (
     longest_above,
     metrics_of,
     summarise,
-    training_length,
 )
 from fpexp.reporting.outcome import Outcome, Setting
-from fpexp.reporting.paper import Paper
+from fpexp.reporting.paper import Paper, Reported
 from fpexp.reporting.record import Record
+from fpexp.reporting.store import training_length
 
 NOTHING = "-"
 REPORTED = "paper, as reported"
@@ -37,34 +35,43 @@ class Table:
 
 
 def table_of(outcome: Outcome) -> Table:
-    """Return the table; settings without a run have a row too, and so has what only the paper has."""
-    measured, paper = _measured(outcome), outcome.plan.paper
+    """Return the table; settings without a run have a row too, and so has what only the paper has.
+
+    Where nothing is run it is what the paper reports.
+    """
+    measured = columns_of(outcome)
+    paper = outcome.plan.paper if outcome.plan.paper and outcome.plan.paper.rows else None
+    if not outcome.runs:
+        if paper is None:
+            return Table((), ())
+        found = [(setting.label, _reported(paper, setting)) for setting in outcome.settings]
+        only = [(f"{row.label} (paper only)", row.text) for row in paper_only(outcome)]
+        return Table(("setting", _paper_title(paper)), (*(row for row in found if row[1] != NOTHING), *only))
     columns = ["setting", "runs", *(_title(metric, length) for metric, length in measured)]
     if paper:
-        columns.append(f"{REPORTED}: {paper.measure}" if paper.measure else REPORTED)
+        columns.append(_paper_title(paper))
     rows = []
     for setting in outcome.settings:
-        cells = [_cell(metric, _value(setting.runs, metric, n), len(setting.runs)) for metric, n in measured]
+        cells = [_cell(metric, value_of(setting.runs, metric, n), len(setting.runs)) for metric, n in measured]
         reported = [_reported(paper, setting)] if paper else []
         rows.append([setting.label, _counted(setting), *cells, *reported, *_about(setting)])
-    for row in paper.rows if paper else ():
-        if not any(row.fits(setting.config) for setting in outcome.settings):
-            before, after = [NOTHING] * (len(columns) - 2), [NOTHING] * len(ABOUT)
-            rows.append([f"{row.label} (paper only)", *before, row.text, *after])
+    for row in paper_only(outcome):
+        before, after = [NOTHING] * (len(columns) - 2), [NOTHING] * len(ABOUT)
+        rows.append([f"{row.label} (paper only)", *before, row.text, *after])
     return Table((*columns, *ABOUT), tuple(map(tuple, rows)))
 
 
 def runs_of(outcome: Outcome) -> Table:
     """Return one row for each run that counts, with its id."""
-    measured = _measured(outcome)
+    measured = columns_of(outcome)
     titles = [_title(metric, length) for metric, length in measured]
     columns = ("run", "under", "setting", "seed", "steps", "wall time", "trained to", *titles)
     rows = []
     for setting in outcome.settings:
         for run in setting.runs:
-            numbers = [_cell(metric, _value([run], metric, length)) for metric, length in measured]
-            about = [run.id, run.place, setting.label, str(run.seed), _count(run.steps), _duration(run.seconds)]
-            rows.append((*about, _trained(setting, [run]), *numbers))
+            numbers = [_cell(metric, value_of([run], metric, length)) for metric, length in measured]
+            about = [run.id, run.place, setting.label, str(run.seed), count(run.steps), duration(run.seconds)]
+            rows.append((*about, trained(setting.config, [run]), *numbers))
     return Table(columns, tuple(rows))
 
 
@@ -74,60 +81,15 @@ def to_markdown(table: Table) -> str:
     return "\n".join("| " + " | ".join(escaped(cell) or " " for cell in line) + " |" for line in lines)
 
 
-def numbers_csv(outcome: Outcome) -> str:
-    """Return every number of an experiment: a row for each setting, metric and length, ours and the paper's."""
-    header = ["setting", "source", "metric", "length", "mean", "std", "n", "low", "high", "says", "runs"]
-    lines: list[list[str]] = []
-    for setting in outcome.settings:
-        lengths = sorted({length for run in setting.runs for length in run.by_length})
-        for metric in METRICS:
-            for length in [0] if metric == LONGEST_ABOVE else lengths:
-                value = _value(setting.runs, metric, length)
-                if value is not None:
-                    ids = " ".join(name for name, _ in value.runs)
-                    spread = "" if value.spread is None else repr(value.spread)
-                    row = [setting.label, "measured", metric, str(length or ""), repr(value.mean), spread, str(value.n)]
-                    lines.append([*row, "", "", "", ids])
-    paper = outcome.plan.paper
-    for row_of_paper in paper.rows if paper else ():
-        value_text = "" if row_of_paper.value is None else repr(row_of_paper.value)
-        spread = "" if row_of_paper.spread is None else repr(row_of_paper.spread)
-        low, high = map(repr, row_of_paper.range) if row_of_paper.range else ("", "")
-        measure = paper.measure if paper else ""
-        lines.append([row_of_paper.label, "reported", measure, "", value_text, spread, "", low, high])
-        lines[-1] += [row_of_paper.says or "", ""]
-    return to_csv(header, lines)
-
-
-def points_csv(chart: Chart) -> str:
-    """Return what a figure draws: a row for each point."""
-    header = ["panel", "y", "line", chart.panels[0].x.label, "mean", "std", "n", "runs"]
-    rows = []
-    for panel in chart.panels:
-        for line in panel.lines:
-            for x, y in ((point.x, point.y) for point in line.points):
-                spread = "" if y.spread is None else repr(y.spread)
-                numbers = [f"{x:g}", repr(y.mean), spread, str(y.n)]
-                rows.append([panel.title, panel.y.label, line.label, *numbers, " ".join(name for name, _ in y.runs)])
-    return to_csv(header, rows)
-
-
-def to_csv(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return CSV with a header, lines ended by a newline."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([header, *rows])
-    return text.getvalue()
-
-
-def _measured(outcome: Outcome) -> list[tuple[str, int]]:
+def columns_of(outcome: Outcome) -> list[tuple[str, int]]:
     """Return the metric and the length of every column of numbers; length 0 for what has none."""
     metrics = [metric for metric in metrics_of(outcome) if metric in METRICS]  # not those of the rows of training
     lengths = lengths_of(outcome.plan.layout, outcome.settings)
     return [(m, length) for m in metrics for length in ([0] if m == LONGEST_ABOVE else lengths)]
 
 
-def _value(runs: Sequence[Record], metric: str, length: int) -> Summary | None:
+def value_of(runs: Sequence[Record], metric: str, length: int) -> Summary | None:
+    """Summarise a metric at a length, 0 for what has none."""
     if metric == LONGEST_ABOVE:
         return summarise((run.id, longest_above(run)) for run in runs)
     return at_length(runs, metric, length)
@@ -155,29 +117,39 @@ def _counted(setting: Setting) -> str:
 
 def _about(setting: Setting) -> list[str]:
     """Return the cells of ABOUT."""
-    runs, trained = setting.runs, training_length(setting.config)
-    iterations = at_length(runs, "iterations_mean", trained) if trained else None
+    runs, length = setting.runs, training_length(setting.config)
+    iterations = at_length(runs, "iterations_mean", length) if length else None
     seconds = summarise((run.id, run.seconds) for run in runs)
     return [
         _cell("iterations_mean", iterations, len(runs)),
-        _trained(setting, runs),
-        _common([_count(run.steps) for run in runs]),
-        _duration(seconds.mean) if seconds else NOTHING,
-        _common([_count(run.parameters) for run in runs]),
+        trained(setting.config, runs),
+        _common([count(run.steps) for run in runs]),
+        duration(seconds.mean) if seconds else NOTHING,
+        _common([count(run.parameters) for run in runs]),
         str(setting.config["choices"]["scale"]),
         _common([str(run.config["device"]).partition(":")[0] for run in runs]),
     ]
 
 
-def _trained(setting: Setting, runs: Sequence[Record]) -> str:
+def trained(config: Mapping[str, Any], runs: Sequence[Record]) -> str:
     """Return the longest length in training; with growing lengths that the runs did not all reach, `5 of 16`."""
-    allowed = training_length(setting.config)
+    allowed = training_length(config)
     reached = sorted({run.reached for run in runs if run.reached is not None})
     if not reached or allowed is None:
         return NOTHING
     if reached == [allowed]:
         return str(allowed)
     return f"{' to '.join(map(str, dict.fromkeys((reached[0], reached[-1]))))} of {allowed}"
+
+
+def _paper_title(paper: Paper) -> str:
+    return f"{REPORTED}: {paper.measure}" if paper.measure else REPORTED
+
+
+def paper_only(outcome: Outcome) -> list[Reported]:
+    """Return the paper's rows that are of no setting of the grid."""
+    rows = outcome.plan.paper.rows if outcome.plan.paper else ()
+    return [row for row in rows if not any(row.fits(setting.config) for setting in outcome.settings)]
 
 
 def _reported(paper: Paper, setting: Setting) -> str:
@@ -188,11 +160,13 @@ def _common(values: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(values)) or NOTHING
 
 
-def _count(value: int | None) -> str:
+def count(value: int | None) -> str:
+    """Return a count in groups of three."""
     return NOTHING if value is None else f"{value:,}"
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
+    """Return a time in the unit that fits it."""
     if seconds is None:
         return NOTHING
     if seconds < 60:

@@ -11,7 +11,7 @@ from fpexp.reporting.drawing import draw
 from fpexp.reporting.markdown import markdown
 from fpexp.reporting.page import page
 from fpexp.reporting.report import Report
-from fpexp.reporting.table import numbers_csv, points_csv, to_csv
+from fpexp.reporting.sheets import benchmark_sheet, curves_sheet, figure_sheet, runs_sheet, settings_sheet
 
 PATTERNS = ("report.md", "report.html", "csv/*.csv", "figures/*.png", "figures/*.svg")
 """All that a report consists of."""
@@ -66,9 +66,12 @@ def _fill(folder: Path, report: Report) -> None:
     (folder / "report.html").write_text(page(report), encoding="utf-8")
     for section in report.sections:
         name = section.plan.name
-        (folder / "csv" / f"{name}.csv").write_text(numbers_csv(section.outcome), encoding="utf-8")
-        runs = to_csv(section.runs.columns, section.runs.rows)
-        (folder / "csv" / f"{name}_runs.csv").write_text(runs, encoding="utf-8")
+        sheets = {f"benchmark_{made.name}": benchmark_sheet(made) for made in section.benchmarks}
+        if section.plan.jobs:
+            sheets |= {name: settings_sheet(section.outcome), f"{name}_runs": runs_sheet(section.outcome)}
+            sheets[f"{name}_curves"] = curves_sheet(section.outcome)
+        sheets |= {f"{chart.name}_figure": figure_sheet(chart) for chart in section.charts}
+        for sheet, text in sheets.items():
+            (folder / "csv" / f"{sheet}.csv").write_text(text, encoding="utf-8")
         for chart in section.charts:
             draw(chart, folder / "figures" / chart.name)
-            (folder / "csv" / f"{chart.name}_figure.csv").write_text(points_csv(chart), encoding="utf-8")

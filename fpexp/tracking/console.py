@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,6 +44,21 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     for cells in (columns, *rows):
         lines.append("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
     note("\n".join(lines))
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Show on stderr which of so many things are done: a bar that rich draws on a terminal, elsewhere a line each."""
+    if not has_rich_terminal() or not sys.stderr.isatty():
+        done = itertools.count(1)
+        yield lambda name: print(f"{next(done)} of {total}: {name}", file=sys.stderr, flush=True)
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda name: bar.update(task, advance=1, description=name)
 
 
 def print_curve(rows: Sequence[Row]) -> None:

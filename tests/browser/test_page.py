@@ -82,7 +82,7 @@ def test_a_point_that_is_pointed_at_says_its_value_and_its_runs(visit: Callable[
     assert not tip.is_visible()
     figure(page).locator("path.point").nth(2).hover()  # fp_mamba_k at length 8
     assert tip.is_visible()
-    assert tip.text_content() == "fp_mamba_klength 8: 0.900k"
+    assert tip.text_content() == "FP-Mamba-Klength 8: 0.900k"
     figure(page).locator("path.point").nth(5).hover()  # lstm at length 4
     assert "length 4: 0.700 ± 0.200 (n=3)" in tip.text_content()
     assert f"{HOSTILE}: 0.900" in tip.text_content()
@@ -92,7 +92,7 @@ def test_a_point_that_is_pointed_at_says_its_value_and_its_runs(visit: Callable[
 
 def test_a_curve_is_switched_off_and_on_by_its_button(visit: Callable[..., Any]) -> None:
     page = visit()
-    button = figure(page).get_by_role("button", name="lstm")
+    button = figure(page).get_by_role("button", name="LSTM")
     assert button.get_attribute("aria-pressed") == "true"
     button.click()
     assert button.get_attribute("aria-pressed") == "false"
@@ -112,19 +112,19 @@ def test_everything_is_reached_by_the_keyboard(visit: Callable[..., Any]) -> Non
         if described[-1].startswith("accuracy of tokens by length"):
             break
     assert described[0] == "To the numbers"
-    assert {"fp_mamba_k", "lstm", "none"} <= set(described)
+    assert {"FP-Mamba-K", "LSTM", "none"} <= set(described)
     tip = figure(page).locator(".tip")
     said = []
     for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowDown", "ArrowLeft", "ArrowDown"):
         page.keyboard.press(key)
         said.append(tip.locator("span").first.text_content()[:9] + tip.locator("strong").text_content())
     assert said == [
-        "length 2:fp_mamba_k",
-        "length 4:fp_mamba_k",
-        "length 8:fp_mamba_k",
-        "length 8:lstm",
-        "length 4:lstm",
-        "length 4:fp_mamba_k",
+        "length 2:FP-Mamba-K",
+        "length 4:FP-Mamba-K",
+        "length 8:FP-Mamba-K",
+        "length 8:LSTM",
+        "length 4:LSTM",
+        "length 4:FP-Mamba-K",
     ]
     assert tip.get_attribute("role") == "status"
     page.keyboard.press("Escape")
@@ -135,7 +135,7 @@ def test_everything_is_reached_by_the_keyboard(visit: Callable[..., Any]) -> Non
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Space")
-    assert figure(page).get_by_role("button", name="lstm").get_attribute("aria-pressed") == "false"
+    assert figure(page).get_by_role("button", name="LSTM").get_attribute("aria-pressed") == "false"
 
 
 @pytest.mark.parametrize("width", [320, 390])
@@ -151,7 +151,7 @@ def test_a_phone_scrolls_tables_and_not_the_page(visit: Callable[..., Any], widt
     tip = figure(page).locator(".tip").bounding_box()
     assert tip["x"] >= 0
     assert tip["x"] + tip["width"] <= width
-    button = figure(page).get_by_role("button", name="lstm").bounding_box()
+    button = figure(page).get_by_role("button", name="LSTM").bounding_box()
     assert button["height"] >= 32
 
 
@@ -193,5 +193,5 @@ def test_text_is_shown_as_it_is(visit: Callable[..., Any]) -> None:
     page = visit()
     assert page.locator("img").count() == 0
     assert page.get_by_text(HOSTILE, exact=True).first.is_visible()
-    cells = page.locator("tr", has=page.get_by_role("rowheader", name="lstm", exact=True)).first.locator("td")
+    cells = page.locator("tr", has=page.get_by_role("rowheader", name="LSTM", exact=True)).first.locator("td")
     assert cells.all_text_contents()[:5] == ["3", "0.700 ± 0.200", "0.500 ± 0.000", "0.100 ± 0.000", "0.25"]

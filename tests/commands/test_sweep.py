@@ -417,11 +417,12 @@ def test_what_cannot_be_measured_is_refused_before_the_first_starts(cli: Command
     assert not Path("results/runs").exists()
 
 
-def test_a_curve_that_cannot_be_read_does_not_end_the_summary(cli: CommandLine) -> None:
+def test_a_finished_run_whose_curve_cannot_be_read_is_not_done(cli: CommandLine) -> None:
     words = ["train", "-m", "task=a4", "model=lstm", *TINY, "seed=0,1"]
     cli(*words)
     (cli.runs()[0].path / "curve.jsonl").write_text('{"length": "4"}\n3\n')
+    assert "1 damaged, 1 finished" in cli("sweep", "status", *words[2:]).out
     answer = cli(*words)
     assert answer.code == 0, answer.err
-    assert "curve.jsonl has lines that are no rows of a curve" in answer.err
     assert "2 of 2 jobs are done" in answer.out
+    assert len(cli.runs()) == 3

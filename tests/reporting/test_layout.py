@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from fpexp.config.catalogue import choices, conf_dir
+from fpexp.config.compose import compose
 from fpexp.errors import UserError
 from fpexp.reporting.layout import Figure, Layout, read_layout
-from fpexp.reporting.paper import Reported, look_up, read_paper
+from fpexp.reporting.paper import Paper, Reported, look_up, read_paper
 
 PAPER = Path(__file__).parents[2] / "results/paper"
 
@@ -48,7 +50,9 @@ def test_a_block_is_read(tmp_path: Path) -> None:
         ("report: {figures: [{metrics: [token_acuracy]}]}", "unknown metric 'token_acuracy'"),
         ("report: {metrics: [token_acuracy]}", "unknown metric 'token_acuracy'; did you mean 'token_accuracy'"),
         ("report: {figures: [{kind: setting}]}", "a figure of kind setting needs x"),
-        ("report: {at: [0]}", r"report.at\[0\]=0 is out of range"),
+        ("report: {at: [0]}", "at is a list of lengths, or of multiples .* not 0"),
+        ("report: {at: [2y]}", "not '2y'"),
+        ("report: {at: {a5: 16}}", "not 16"),
         ("report: {labels: 3}", "labels is a mapping"),
         ("report: [1]", "report is a mapping"),
         ("report: {a: [1", "not YAML"),
@@ -92,6 +96,59 @@ def test_a_row_is_of_the_settings_that_have_all_its_values() -> None:
     assert Reported("a", {"model": "mamba", "model.layers": 2, "model.on": False}, value=1.0).fits(config)
     assert not Reported("a", {"model": "mamba", "model.layers": 4}, value=1.0).fits(config)
     assert not Reported("a", None, value=1.0).fits(config)
+    assert Reported("a", {"model": ["lstm", "mamba"]}, value=1.0).fits(config)
+    assert not Reported("a", {"model": ["lstm", "gdn"]}, value=1.0).fits(config)
+
+
+def test_a_key_that_no_setting_of_the_row_has_is_a_mistake() -> None:
+    def check(when: dict[str, object]) -> None:
+        Paper(rows=(Reported("a", when, value=1.0),)).check_keys(configs)
+
+    configs = [
+        {"choices": {"task": "a5", "model": model}, "model": {"layers": 2, key: True}}
+        for model, key in (("mamba", "wide"), ("gdn", "decay"))
+    ]
+    check({"model": "gdn", "model.layers": 4, "model.decay": True})
+    check({"model": "lstm", "model.anything": 1})  # no setting of it, as where a command line names other models
+    mistakes: list[tuple[dict[str, object], str]] = [
+        ({"model": "gdn", "model.layer": 2}, "'a': unknown key 'model.layer' in when; did you mean 'model.layers'?"),
+        ({"model": "mamba", "model.decay": True}, "unknown key 'model.decay'"),
+        ({"modle": "gdn"}, "unknown key 'modle' in when; did you mean 'model'?"),
+    ]
+    for when, said in mistakes:
+        with pytest.raises(UserError, match=re.escape(said)):
+            check(when)
+
+
+def test_what_all_rows_have_in_common_is_written_once(tmp_path: Path) -> None:
+    (tmp_path / "paper").mkdir()
+    rows = "rows: [{label: a, when: {model: b}, value: 1}, {label: c, when: {task: d}, value: 2}, {label: e, value: 3}]"
+    (tmp_path / "paper/x.yaml").write_text("when: {task: a5}\n" + rows)
+    paper = read_paper(tmp_path, "x")
+    assert paper is not None
+    assert [row.when for row in paper.rows] == [{"task": "a5", "model": "b"}, {"task": "d"}, None]
+    (tmp_path / "paper/x.yaml").write_text("when: [a]\n" + rows)
+    with pytest.raises(UserError, match="when is a mapping"):
+        read_paper(tmp_path, "x")
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "others"),
+    [
+        ("fig4_state_tracking", "Mamba", ["model.layers=4", "task=a4", "task.lengths.max=32"]),
+        ("table1_dependence", "none", ["model.dependence.gate=false", "model.layers=2", "model=fp_mamba_dplr"]),
+        ("table4_modular_arithmetic", "Mamba", ["task.brackets=false", "model.layers=4"]),
+    ],
+)
+def test_a_value_of_the_paper_stands_beside_its_own_models_alone(name: str, label: str, others: list[str]) -> None:
+    paper = read_paper(PAPER.parent, name)
+    assert paper is not None
+    (row,) = [row for row in paper.rows if row.label == label]
+    words = [f"{key}={value[0] if isinstance(value, list) else str(value)}" for key, value in row.when.items()]
+    assert row.fits(compose(words).to_dict())
+    for other in others:
+        own = [word for word in words if word.partition("=")[0] != other.partition("=")[0]]
+        assert not row.fits(compose([*own, other]).to_dict()), other
 
 
 @pytest.mark.parametrize("row", ["{label: a}", "{label: a, value: 1, says: b}", "{label: a, value: 1, when: [b]}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 from fpexp.reporting.benchmark import Benchmark
 from fpexp.reporting.chart import Axis, Chart, Line
+from fpexp.reporting.names import COLOURS
 from fpexp.reporting.report import Report, Section
 from fpexp.reporting.table import REPORTED, Table
 from fpexp.reporting.words import BENCHMARKS, CAPTION, OTHERS, PAPERS, READING, TITLE, summary_of
@@ -30,7 +32,7 @@ def page(report: Report) -> str:
     for title, table in ((PAPERS, report.papers), (OTHERS, report.others)):
         if table:
             parts += [f"<h2>{escape(title)}</h2>", _table(table, title)]
-    style, script = _own("page.css"), _own("page.js")
+    style, script = _own("page.css") + _colours(), _own("page.js")
     return Template(_own("page.html")).substitute(
         title=escape(TITLE),
         reading=escape(READING),
@@ -65,7 +67,7 @@ def _axis(axis: Axis) -> dict[str, Any]:
 
 def _line(line: Line) -> dict[str, Any]:
     points = [{"x": p.x, "y": p.y.mean, "spread": p.y.spread, "runs": p.y.runs} for p in line.points]
-    return {"label": line.label, "index": line.index, "points": points}
+    return {"label": line.label, "index": line.index, **dataclasses.asdict(line.style), "points": points}
 
 
 def _summary(report: Report) -> str:
@@ -160,6 +162,13 @@ def _data(value: Mapping[str, Any]) -> str:
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return f'<script type="application/json">{text}</script>'
+
+
+def _colours() -> str:
+    """Return a rule for the lines and for the areas of every colour, on white and on dark."""
+    light = [f".line-{i}{{stroke:{c.on_white}}}.fill-{i}{{fill:{c.on_white}}}" for i, c in enumerate(COLOURS)]
+    dark = [f".line-{i}{{stroke:{c.on_dark}}}.fill-{i}{{fill:{c.on_dark}}}" for i, c in enumerate(COLOURS)]
+    return "\n".join([*light, "@media (prefers-color-scheme: dark) {", *dark, "}\n"])
 
 
 def _own(name: str) -> str:

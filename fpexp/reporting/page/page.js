@@ -3,7 +3,6 @@
 // Draws every chart of the page from the numbers beside it. A curve is switched by its button in the legend; a point is
 // read by pointing at it, or with the arrow keys while its panel has the focus.
 
-const COLOURS = 7;
 const DASHES = ["", "8 3", "3 3"];
 const SHAPES = [
   "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
@@ -156,19 +155,19 @@ class Panel {
   }
 
   drawLine(line) {
-    const colour = line.index % COLOURS;
+    const colour = line.colour;
     const points = line.points.map((p) => [this.x(p.x), this.y(p.y)]);
     if (line.points.some((p) => p.spread)) {
       const upper = line.points.map((p) => [this.x(p.x), this.y(p.y + (p.spread ?? 0))]);
       const lower = line.points.map((p) => [this.x(p.x), this.y(p.y - (p.spread ?? 0))]).reverse();
       this.svg.append(make("path", { class: `band fill-${colour}`, d: `M${[...upper, ...lower].join("L")}z` }));
     }
-    const dash = DASHES[Math.floor(line.index / COLOURS) % DASHES.length];
+    const dash = DASHES[line.dash];
     const path = make("path", { class: `line line-${colour}`, d: `M${points.join("L")}` });
     if (dash) path.setAttribute("stroke-dasharray", dash);
     this.svg.append(path);
     if (points.length > MANY) return;
-    const d = SHAPES[line.index % SHAPES.length];
+    const d = SHAPES[line.marker];
     for (const [x, y] of points) {
       this.svg.append(make("path", { class: `point fill-${colour}`, d, transform: `translate(${x} ${y})` }));
     }
@@ -224,11 +223,11 @@ class Panel {
 
 function sample(line) {
   const svg = make("svg", { width: 26, height: 12, viewBox: "-13 -6 26 12", "aria-hidden": "true" });
-  const colour = line.index % COLOURS;
+  const colour = line.colour;
   const path = make("path", { class: `line line-${colour}`, d: "M-13 0H13" });
-  const dash = DASHES[Math.floor(line.index / COLOURS) % DASHES.length];
+  const dash = DASHES[line.dash];
   if (dash) path.setAttribute("stroke-dasharray", dash);
-  svg.append(path, make("path", { class: `fill-${colour}`, d: SHAPES[line.index % SHAPES.length] }));
+  svg.append(path, make("path", { class: `fill-${colour}`, d: SHAPES[line.marker] }));
   return svg;
 }
 
