@@ -74,6 +74,26 @@ def test_where_the_map_does_not_contract(mixer: str) -> None:
     assert (found.tokens.iterations > 3).any()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"tolerance": 1e-1},
+        {"inner_max_iterations": 5},
+        {"damping": 0.7},
+        {"damping_decay": 0.5},
+        {"patience": 8},
+        {"divergence_limit": 1.0},
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_every_option_changes_what_it_says(option: dict[str, float]) -> None:
+    """CASES.md 3, in the kernel as in the loop."""
+    layer = make_layer("H2", Sequential(tolerance=0.1), norm="layer_norm", contracting=False)
+    problem, usual = problem_of(layer, length=3), {"tolerance": 1e-3, "patience": 2, "inner_max_iterations": 20}
+    found, other = assert_same(problem, **usual), assert_same(problem, **usual | option)
+    assert not torch.equal(found.tokens.iterations, other.tokens.iterations)  # type: ignore[union-attr]
+
+
 def test_absolute_tolerance() -> None:
     layer = make_layer("H1", Sequential(tolerance=0.1))
     problem = problem_of(layer)
