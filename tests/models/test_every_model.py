@@ -130,6 +130,56 @@ def test_lengths(name: str, length: int) -> None:
         assert (rounded - truth).abs().max() <= 1e-4 * max(largest, truth.abs().max())
 
 
+@pytest.mark.parametrize("name", ["fp_mamba2_h", "fp_rnn_h"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths_of_a_sweep(name: str, length: int) -> None:
+    """CASES.md 7, in float64, with the gradient of what the sweep has left; FP-Mamba's is in test_fixed_point_sweep."""
+    words = ["solver=sequential", "solver.inner_max_iterations=3", "model.channel_mixer.a_max=0.5", "model.d_model=4"]
+    model, inputs = built(name, EXACT, *words), tokens(1, length)
+    with only_reference():
+        expected = results(model, inputs)
+    for found, truth in zip(results(model, inputs), expected, strict=True):
+        assert (found - truth).abs().max() <= 1e-9 * truth.abs().max()
+
+
+SIXTEEN_DELTAS = {
+    **dict.fromkeys(("mamba2", "fp_mamba2_h", "fp_mamba2_k"), ["model.head_size=1"]),
+    "gdn": ["model.heads=16", "model.head_size=4"],
+    "deltaproduct": ["model.heads=16", "model.head_size=4", "model.decay=true"],
+}
+"""What it takes for as many Deltas a layer as the others have channels."""
+
+
+@pytest.mark.parametrize("name", WITH_DELTA)
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_delta_at_its_extremes(name: str, precision: str) -> None:
+    """CASES.md 9 and 10: Deltas from 0 to 3e4 side by side give finite logits and gradients, in float32 near the truth.
+
+    FP-Mamba's Delta by itself is in test_fp_mamba.
+    """
+    solver = [] if name in BASELINES else ["solver=picard", "model.channel_mixer.a_max=0.5"]
+    model = tiny(f"model={name}", *solver, *SIXTEEN_DELTAS.get(name, [])).model
+    values = torch.tensor([0.0, *(sign * v for v in (10.0, 20.0, 88.0, 1e3, 3e4) for sign in (-1, 1))])
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith(("dt_projection.bias", "dt_bias")):
+                assert len(parameter) == 16
+                parameter.copy_(torch.cat([values, values[:5]]))
+    exact = copy.deepcopy(model).double()
+    inputs = tokens(2, 17)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+        found = results(model, inputs)
+    assert all(tensor.isfinite().all() for tensor in found)
+    if precision == "float32":
+        with only_reference():
+            expected = results(exact, inputs)
+        assert (found[0] - expected[0]).abs().max() <= 1e-3 * expected[0].abs().max()
+        names = [parameter_name for parameter_name, _ in model.named_parameters()]
+        for parameter_name, one, other in zip(names, found[1:], expected[1:], strict=True):
+            if parameter_name.endswith(("dt_projection.bias", "dt_bias")):
+                assert (one - other).abs().max() <= 1e-3 * other.abs().max()
+
+
 def results(model: LanguageModel, inputs: Tensor) -> list[Tensor]:
     """The logits, and the gradient of a loss in every parameter."""
     logits = model(inputs, CAP).logits
