@@ -68,7 +68,9 @@ def test_caps_and_training_change_nothing() -> None:
 
 def test_cap_reached_has_the_true_residual() -> None:
     """CASES.md 2: z <- 0.999 z + 1, from zero, cap 5."""
-    result = sweep(Recurrence(torch.full((1, 1, 1), 0.999, dtype=torch.float64)), tolerance=1e-6, inner_max_iterations=5)
+    result = sweep(
+        Recurrence(torch.full((1, 1, 1), 0.999, dtype=torch.float64)), tolerance=1e-6, inner_max_iterations=5
+    )
     iterates = [0.0]
     for _ in range(5):
         iterates.append(0.999 * iterates[-1] + 1)

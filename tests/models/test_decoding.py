@@ -28,6 +28,8 @@ VARIANTS = {
     "k no norm, lambda, weight norm": [
         "model=fp_mamba_k", "model.norm=none", "model.dependence.lambda=true", "model.weight_norm=true"
     ],
+    "mamba2 h": ["model=fp_mamba2_h"],
+    "mamba2 k gate inside, conv": ["model=fp_mamba2_k", "model.gate=inside", "model.conv_width=4"],
     "lstm": ["model=lstm"],
 }  # fmt: skip
 EXACT = "precision=float64"
@@ -50,7 +52,8 @@ def built(words: list[str], *more: str, tolerance: float = 1e-10) -> LanguageMod
                 block.layer.D.fill_(0.3)
                 if block.layer.norm is not None:
                     block.layer.norm.weight.mul_(0.05)
-                    block.layer.norm.bias.copy_(random(block.layer.width, dtype=block.layer.D.dtype))
+                    if isinstance(block.layer.norm, nn.LayerNorm):
+                        block.layer.norm.bias.copy_(random(block.layer.width, dtype=block.layer.D.dtype))
     return model
 
 

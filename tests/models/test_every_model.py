@@ -143,7 +143,7 @@ def test_lengths_of_a_sweep(name: str, length: int) -> None:
 
 
 SIXTEEN_DELTAS = {
-    **dict.fromkeys(("mamba2", "fp_mamba2_h", "fp_mamba2_k"), ["model.head_size=1"]),
+    **{name: ["model.head_size=1"] for name in ("mamba2", "fp_mamba2_h", "fp_mamba2_k")},
     "gdn": ["model.heads=16", "model.head_size=4"],
     "deltaproduct": ["model.heads=16", "model.head_size=4", "model.decay=true"],
 }
