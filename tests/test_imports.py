@@ -229,6 +229,35 @@ assert "torch" not in sys.modules
 """)
 
 
+def test_without_triton_and_a_gpu_every_model_trains() -> None:
+    """CASES.md 38: import, help and two steps; asking for Triton is one line (and 2), before a run begins."""
+    from fpexp.config.catalogue import choices
+
+    run(f"""
+import contextlib, io, os, sys, tempfile
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.modules["triton"] = None
+os.chdir(tempfile.mkdtemp())
+from fpexp.cli import main
+assert main(["train", "task=a4", "model=mamba", "--help"]) == 0
+words = ["task=a4", "model.d_model=8", "training.batch_size=2", "task.lengths.max=2", "training.steps=2"]
+words += ["evaluation.lengths=[2]", "evaluation.samples=2", "evaluation.validation_samples=2"]
+for model in {list(choices("model"))!r}:
+    heads = ["model.head_size=16"] if "mamba2" in model else []
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["train", f"model={{model}}", *words, *heads])
+    assert code == 0, (model, err.getvalue())
+    assert out.getvalue().count("device=auto: cpu (no GPU here)") == 1, out.getvalue()
+before = len(os.listdir("results/runs"))
+with contextlib.redirect_stderr(err := io.StringIO()):
+    for words_for_it in (["solver=sequential", "solver.backend=triton"], ["solver=picard", "solver.backend=triton"]):
+        assert main(["train", "model=fp_mamba_h", *words, *words_for_it]) == 2
+assert [line[:14] for line in err.getvalue().splitlines()] == ["fpexp: error: "] * 2, err.getvalue()
+assert len(os.listdir("results/runs")) == before
+""")
+
+
 def test_the_computing_rooms_need_torch_alone() -> None:
     """They import, build a run from a resolved config in JSON, train a step and measure, with the rest absent."""
     rooms = ("ops", "channel_mixers", "fixed_point", "models", "tasks", "training", "evaluation", "data")
