@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 from helpers import random
 from torch import Tensor
 from torch.nn import functional
@@ -16,8 +14,11 @@ from torch.testing import assert_close
 
 from fpexp.channel_mixers import DPLR, ChannelMixer, Householder, Kronecker
 from fpexp.ops.mixers import Columns, MixerForm
-from fpexp.ops.mixers import triton as mixers
-from fpexp.ops.mixers.triton import Mixer, precision
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+mixers = pytest.importorskip("fpexp.ops.mixers.triton")
+Mixer, precision = mixers.Mixer, mixers.precision
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROWS, PADDED = 3, 4
