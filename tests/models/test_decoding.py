@@ -28,7 +28,6 @@ VARIANTS = {
     "k no norm, lambda, weight norm": [
         "model=fp_mamba_k", "model.norm=none", "model.dependence.lambda=true", "model.weight_norm=true"
     ],
-    "mamba2 h": ["model=fp_mamba2_h"],
     "mamba2 k gate inside, conv": ["model=fp_mamba2_k", "model.gate=inside", "model.conv_width=4"],
     "lstm": ["model=lstm"],
 }  # fmt: skip
