@@ -119,6 +119,18 @@ def test_carried_state() -> None:
     assert_close(assert_same(rest).value, solve(problem, "cpu").value[:, 4:], rtol=1e-5, atol=1e-5)
 
 
+def test_strided_views_are_as_contiguous_copies() -> None:
+    """CASES.md 12."""
+    problem = problem_of(make_layer("DPLR2", Sequential(tolerance=0.1), dependence=EVERYTHING), batch=5)
+    state = problem.initial_state()
+    state = dataclasses.replace(state, H=random(*state.H.shape, seed=1).mT.contiguous().mT)
+    views = problem._map(lambda tensor: tensor.mT.contiguous().mT, state)
+    views = dataclasses.replace(views, A=views.A.T.contiguous().T, loop_weight=views.loop_weight.T.contiguous().T)
+    assert not any(t.is_contiguous() for t in (views.x, views.from_x, views.A, views.loop_weight, views.state.H))
+    plain = dataclasses.replace(problem, state=dataclasses.replace(state, H=state.H.contiguous()))
+    assert torch.equal(assert_same(views).value, assert_same(plain).value)
+
+
 def test_nan_stays_in_its_sequence() -> None:
     problem = problem_of(make_layer("H2", Sequential(tolerance=0.1), norm="layer_norm"))
     x = problem.x.clone()

@@ -354,6 +354,9 @@ def test_nan_gradient_is_skipped_and_counted_when_asked(tmp_path: Path, change_e
     assert run.status()["state"] == "finished"
     assert run.status()["skipped"] == 2
     assert [row["skipped"] for row in tracker.of("train")] == [0] * 7 + [1, 1] + [2] * 3
+    assert [row["grad_norm"] is None for row in read_rows(run.metrics) if row["kind"] == "train"] == [
+        row["step"] in (8, 10) for row in tracker.of("train")
+    ], "JSON has no NaN"
     assert_finite_on_disk(run)
     assert not torch.equal(seen[11]["model.head.weight"], seen[12]["model.head.weight"])
 
