@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from runs import tiny
+from runs import Recorder, tiny
 
 from fpexp.machine import apply_settings
+from fpexp.run import start_run
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +41,16 @@ def test_on_a_gpu_it_pins_what_it_can_and_names_what_it_cannot(tmp_path: Path) -
 def test_on_a_cpu_there_is_nothing_to_pin(tmp_path: Path) -> None:
     assert apply_settings(tiny(tmp_path, "deterministic=true").replace(device="cpu")) == ()
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_run_tells_what_is_not_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    class Notes(Recorder):
+        def start(self, start: Any) -> None:
+            told.extend(start.notes)
+            super().start(start)
+
+    monkeypatch.setattr("fpexp.run.apply_settings", lambda config: ("not pinned",))
+    start_run(tiny(tmp_path), Notes())
+    assert "not pinned" in told
