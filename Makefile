@@ -17,8 +17,8 @@ $(STAMP): pyproject.toml
 	@$(VENV)/bin/python -m pip install -q -e '.[dev]'
 	@touch $@
 
-test: $(STAMP) ## run the tests; PYTEST_ARGS is handed on
-	@$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+test: $(STAMP) ## run the tests, one process a core; PYTEST_ARGS is handed on
+	@$(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
 
 test-browser: $(STAMP) ## try the report's page in a headless browser, fetched into $(VENV) where there is none
 	@$(VENV)/bin/python -m pip install -q -e '.[browser]'

@@ -1,4 +1,4 @@
-"""Measuring a trained run once more: other lengths, another solver, caps on its iterations, or two solvers' agreement.
+"""Measuring a trained run once more: other lengths, another solver or tolerance, caps, or two solvers' agreement.
 
 `<run>/evaluations/<time>/` holds settings.json, what was asked for, and one of
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from typing import Any, Literal
 from fpexp.config.run import RunConfig
 from fpexp.config.schema import Checker, Component
 from fpexp.errors import UserError
-from fpexp.ranges import Count
+from fpexp.ranges import Count, Positive
 from fpexp.run_folder import RunFolder, append_row, make_unique, write_json
 
 SolverName = Literal["anderson", "lagged", "picard", "sequential"]
@@ -39,6 +39,7 @@ class Measurement:
     batch_size: Count | None = None
     checkpoint: Literal["newest", "best"] = "newest"
     solver: SolverName | None = None
+    tolerance: Positive | None = None  # of the solvers
     max_iterations: list[Count] | None = None  # caps on whole-sequence iterations, each measured
     against: SolverName | None = None  # how far `solver` is from this one
 
@@ -61,16 +62,19 @@ class Measurement:
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
     def fits(self, config: RunConfig) -> bool:
-        """Tell whether this can be measured: solvers and caps need a model that solves fixed points."""
+        """Tell whether this can be measured: what is asked of solvers needs a model that solves fixed points."""
         from fpexp.build import uses_solver
 
-        return uses_solver(config.model) or not (self.solver or self.max_iterations or self.against)
+        return uses_solver(config.model) or not self._of_solvers()
+
+    def _of_solvers(self) -> list[str]:
+        return [name for name in ("solver", "tolerance", "max_iterations", "against") if getattr(self, name)]
 
     def check(self, config: RunConfig) -> None:
         """Raise a `UserError` where what is asked for makes no sense of a run with this config."""
         if not self.fits(config):
-            name = next(name for name in ("solver", "max_iterations", "against") if getattr(self, name))
-            raise UserError(f"{name}= has no meaning for model={config.choices.model}, which solves no fixed point")
+            name, model = self._of_solvers()[0], config.choices.model
+            raise UserError(f"{name}= has no meaning for model={model}, which solves no fixed point")
         whole = TARGETS[self.solver] if self.solver else config.solver.target
         if self.max_iterations and whole == TARGETS["sequential"]:
             raise UserError(
@@ -117,7 +121,7 @@ class Measurement:
         from fpexp.tracking.console import warn
 
         self.check(run.config())
-        solver = None if self.solver is None else _solver(self.solver, run.config())
+        solver = self._solver(self.solver, run.config()) if self.solver or self.tolerance else None
         loaded = load_run(run.path, results_dir="", device=device, checkpoint=self.checkpoint, solver=solver)
         for warning in loaded.warnings:
             warn(warning)
@@ -140,7 +144,7 @@ class Measurement:
         if self.against is not None:
             from fpexp.build import make
 
-            other = make(_solver(self.against, config))
+            other = make(self._solver(self.against, config))
             for row in agreement(experiment, other, settings.lengths, settings.samples):
                 yield {"kind": "agreement", **step, "solver": self.solver, "against": self.against, **row}
             return
@@ -154,6 +158,14 @@ class Measurement:
             for row in length_curve(capped, settings.lengths, settings.samples, drawn):
                 yield {"kind": "iterations" if cap else "curve", **step, **about, **row}
 
+    def _solver(self, name: SolverName | None, config: RunConfig) -> Component:
+        """Return the run's own solver, or one of this name with its tolerance unless another is asked for."""
+        own = config.solver
+        if name is not None and own.target != TARGETS[name]:
+            kept = {key: own.settings[key] for key in ("tolerance", "tolerance_kind") if key in own.settings}
+            own = Component(TARGETS[name], kept)
+        return own if self.tolerance is None else Component(own.target, {**own.settings, "tolerance": self.tolerance})
+
 
 def parse_measurements(raw: Any, key: str) -> list[Measurement]:
     """Check a list of mappings, such as an experiment's sweep.evaluate; None stands for none."""
@@ -164,14 +176,6 @@ def parse_measurements(raw: Any, key: str) -> list[Measurement]:
 def unmeasured(wanted: Sequence[Measurement], run: RunFolder, config: RunConfig) -> list[Measurement]:
     """Return what is still to be measured of a run."""
     return [measurement for measurement in wanted if measurement.fits(config) and not measurement.recorded(run)]
-
-
-def _solver(name: str, config: RunConfig) -> Component:
-    """Return the run's own solver, or one of this name with its tolerance."""
-    if config.solver.target == TARGETS[name]:
-        return config.solver
-    kept: Mapping[str, Any] = config.solver.settings
-    return Component(TARGETS[name], {k: kept[k] for k in ("tolerance", "tolerance_kind") if k in kept})
 
 
 def _read(settings: Path) -> Any:

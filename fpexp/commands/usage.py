@@ -43,14 +43,14 @@ make what is not done. Reads files only; the exit code is 0 whatever they say.""
 
 EVALUATE = """\
 usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=<n>] [batch_size=<n>]
-                      [solver=picard|anderson|lagged|sequential] [max_iterations=[1,2,4,8]] [against=sequential]
-                      [checkpoint=newest|best] [device=cpu] [results_dir=results]
+                      [solver=picard|anderson|lagged|sequential] [tolerance=0.001] [max_iterations=[1,2,4,8]]
+                      [against=sequential] [checkpoint=newest|best] [device=cpu] [results_dir=results]
 
 Measures a recorded run's checkpoint once more, prints the rows and keeps them under the run's evaluations/ folder, with
 what was asked for in settings.json: curve.jsonl with a picture; iterations.jsonl, where max_iterations= names caps on
 whole-sequence iterations; agreement.jsonl, where against= names a second solver: how far its fixed points are from
-those of solver=, relative to their size, and whether the model answers alike. Another solver has the tolerance of the
-run's own. What is not named is as in the run's config. Where all lengths are read off one pass, as on
+those of solver=, relative to their size, and whether the model answers alike. tolerance= is of both; without it they
+have the run's own. What is not named is as in the run's config. Where all lengths are read off one pass, as on
 word problems, the sequences are drawn at the longest of them, so another longest length means other sequences."""
 
 GENERATE = """\

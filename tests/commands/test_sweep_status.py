@@ -158,6 +158,27 @@ def test_evaluate_by_another_solver_under_a_cap_and_against_another(cli: Command
         assert row["token_accuracy"] == row["token_accuracy_against"]
 
 
+def test_solvers_agree_as_far_as_the_tolerance_that_is_asked_for(cli: CommandLine) -> None:
+    run = cli.train("model.channel_mixer.a_max=0.5", model="fp_mamba_h")  # a map that contracts
+    words = ["evaluate", f"run={run.id}"]
+    for tolerance in ("tolerance=0.1", "tolerance=1e-5"):
+        assert cli(*words, "solver=picard", "against=sequential", tolerance).code == 0
+    assert cli(*words, "tolerance=1e-5").code == 0
+    folders = sorted((run.path / "evaluations").iterdir())
+    loose, tight = ({row["length"]: row for row in read_rows(folder / "agreement.jsonl")} for folder in folders[:2])
+    assert json.loads((folders[1] / "settings.json").read_text())["tolerance"] == 1e-5
+    for length, row in tight.items():
+        assert row["distance_max"] < 1e-3 < loose[length]["distance_max"]
+        assert row["iterations_mean"] > loose[length]["iterations_mean"]
+        assert row["iterations_mean_against"] > loose[length]["iterations_mean_against"]
+    own = {row["length"]: row for row in read_rows(run.curve)}
+    for row in read_rows(folders[2] / "curve.jsonl"):  # its own solver, only more exact
+        assert row["iterations_mean"] > own[row["length"]]["iterations_mean"]
+    cli(*words, "tolerance=0").refused("tolerance=0 is out of range")
+    lstm = cli.train(model="lstm")
+    cli("evaluate", f"run={lstm.id}", "tolerance=0.01").refused("tolerance= has no meaning for model=lstm")
+
+
 def test_what_is_measured_and_not_trained_is_refused(cli: CommandLine) -> None:
     for command in (["train", "-m"], ["sweep", "status"]):
         answer = cli(*command, "experiment=table2_complexity")
