@@ -98,6 +98,7 @@ def test_padding_on_the_right_changes_nothing_real(words: tuple[str, ...], cap: 
     lengths = [3, 17, 1, 12]
     mask = torch.arange(17) < torch.tensor(lengths)[:, None]
     together = model(tokens(4, 17), cap, mask)
+    assert len(together.solves) == (len(model.layers) if solver else 0)
     for i, length in enumerate(lengths):
         alone = model(tokens(4, 17)[i : i + 1, :length], cap)
         torch.testing.assert_close(together.logits[i, :length], alone.logits[0], rtol=0, atol=1e-10)

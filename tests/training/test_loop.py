@@ -196,6 +196,7 @@ def test_rows_at_the_first_step_every_so_many_and_at_the_end(tmp_path: Path) -> 
 def test_rows_say_what_the_solvers_did(tmp_path: Path) -> None:
     words = ["training.steps=2", "model.layers=2", "solver.tolerance=1e-9", "solver.inner_max_iterations=7"]
     _, tracker = train_tiny(tmp_path, *words, model="fp_mamba_h")
+    assert [row["kind"] for row in tracker.rows] == ["train", "train", "validation"]
     for row in tracker.rows:
         assert row["fraction_converged"] == 0
         assert row["iterations_mean"] == row["iterations_max"] == 7
@@ -212,6 +213,7 @@ def test_rows_say_what_the_equations_of_the_backward_pass_took(tmp_path: Path) -
     words = ["training.steps=2", "model.layers=2", "gradient=implicit", "gradient.tolerance=1e-4", "precision=float64"]
     _, tracker = train_tiny(tmp_path, *words, model="fp_mamba_h")
     _, halves = train_tiny(tmp_path, *words, "training.accumulation=2", model="fp_mamba_h")
+    assert [row["kind"] for row in tracker.rows] == ["train", "train", "validation"]
     for row in tracker.of("train"):
         for part in (row, *row["layers"]):
             assert part.keys() >= GRADIENT_ROW
@@ -228,6 +230,7 @@ def test_rows_say_what_the_equations_of_the_backward_pass_took(tmp_path: Path) -
 @pytest.mark.parametrize("gradient", ["one_step", "unrolled"])
 def test_no_other_gradient_has_such_numbers(tmp_path: Path, gradient: str) -> None:
     _, tracker = train_tiny(tmp_path, "training.steps=1", f"gradient={gradient}", model="fp_mamba_h")
+    assert [row["kind"] for row in tracker.rows] == ["train", "validation"]
     assert not any(GRADIENT_ROW & row.keys() for row in tracker.rows)
 
 
