@@ -236,6 +236,20 @@ def test_non_finite_maps(number: float, training: bool) -> None:
         assert torch.equal(found.iterations[[0, 2]], clean.iterations[[0, 2]])
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's
+def test_extreme_steps() -> None:
+    """Delta before the softplus from -3e4 to 3e4: decays of 1 and of 0 beside each other (CASES.md 9, 10)."""
+    problem = problem_of(layer_of("H2"), batch=1, length=6)
+    extremes = torch.tensor([0.0, 20, -88, 1e3, -3e4, 3e4], dtype=torch.float64, device=DEVICE)
+    before = problem.columns.sizes[0] + 2 * problem.columns.sizes[1]
+    delta = extremes[None, :, None] * torch.tensor([1.0, 0, 1, 1, 0, 1], device=DEVICE)
+    from_x = torch.cat([problem.from_x[..., :before], delta.double()], dim=-1)
+    weight = problem.loop_weight.clone()
+    weight[-6:] = 0
+    extreme = dataclasses.replace(problem, from_x=from_x, loop_weight=weight)
+    assert assert_same(extreme, Cap(4, stop_early=False)).value.isfinite().all()
+
+
 @pytest.mark.parametrize("cap", [Cap(6), Cap(6, stop_early=False)], ids=["early", "fixed"])
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
 def test_divergence(training: bool, cap: Cap) -> None:
