@@ -44,14 +44,19 @@ def _by_fingerprint(results_dir: str | Path) -> dict[str | None, list[RunFolder]
     """Return the runs, newest first."""
     runs = defaultdict(list)
     for folder in reversed(all_runs(results_dir)):
-        runs[_fingerprint(folder.path, (folder.path / "config.yaml").stat().st_mtime_ns)].append(folder)
+        config = readable_config(folder)
+        runs[None if config is None else config.fingerprint()].append(folder)
     return runs
 
 
+def readable_config(run: RunFolder) -> RunConfig | None:
+    """Return a run's config as the present version reads it, None where it cannot; it is read once for each change."""
+    return _config(run.path, (run.path / "config.yaml").stat().st_mtime_ns)
+
+
 @cache
-def _fingerprint(path: Path, changed: int) -> str | None:
-    """Return that of a run's config as the present version reads it, None where it cannot; once for each change."""
+def _config(path: Path, changed: int) -> RunConfig | None:
     try:
-        return RunFolder(path).config().fingerprint()
+        return RunFolder(path).config()
     except (OSError, FpexpError):
         return None

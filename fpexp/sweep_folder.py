@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fpexp.config.values import parse_value
 from fpexp.errors import UserError
 from fpexp.run_folder import make_unique, write_json
 
@@ -92,7 +94,21 @@ def seconds(job: dict[str, Any]) -> float | None:
     return time.time() - job["began"] if job["state"] == "running" and "began" in job else None
 
 
-def own_words(jobs: Sequence[dict[str, Any]]) -> list[str]:
-    """Return of each job the words that not all have."""
-    common = set.intersection(*(set(job["overrides"]) for job in jobs)) if len(jobs) > 1 else set()
-    return [" ".join(word for word in job["overrides"] if word not in common) for job in jobs]
+def own_words(jobs: Sequence[dict[str, Any]], but: Sequence[str] = ()) -> list[str]:
+    """Return of each job the words that not all have, 1e-3 being 0.001, `but` for those of some keys."""
+    meanings = [{_meaning(word): word for word in job["overrides"]} for job in jobs]
+    common = set.intersection(*map(set, meanings)) if len(jobs) > 1 else set()
+    return [
+        " ".join(word for (key, value), word in words.items() if (key, value) not in common and key not in but)
+        for words in meanings
+    ]
+
+
+@cache
+def _meaning(word: str) -> tuple[str, str]:
+    """Return a word's key, and its value as it is read."""
+    key, _, text = word.partition("=")
+    try:
+        return key, repr(parse_value(text, key))
+    except UserError:  # in Hydra's grammar and not YAML's
+        return key, text

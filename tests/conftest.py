@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
-    """`fpexp` in this process, in an empty folder."""
+    """`fpexp` in this process, in an empty folder, with nothing recorded anywhere."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fpexp.kept.repository_results", lambda: tmp_path / "results")
     return CommandLine(capsys, tmp_path)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fpexp.build import settle_for_device, uses_solver
-from fpexp.config.catalogue import choices, conf_dir
-from fpexp.config.compose import compose, expand, measured_afterwards
+from fpexp.config.catalogue import choice_file, choices
+from fpexp.config.compose import each_job, measured_afterwards
 from fpexp.config.quoting import shell_word
 from fpexp.config.run import RunConfig
+from fpexp.config.search_path import own_folders
 from fpexp.reporting.layout import read_layout
 from fpexp.reporting.outcome import Job, Plan
 from fpexp.reporting.paper import read_paper
@@ -18,20 +19,20 @@ from fpexp.run_folder import RunFolder
 
 def plan(name: str, words: Sequence[str], results_dir: Path) -> Plan:
     """Compose an experiment's jobs, with further words as for train. A `UserError` where that cannot be done."""
-    layout = read_layout(conf_dir() / "experiment" / f"{name}.yaml")
-    description = choices("experiment")[name].removesuffix(" (-m)")
+    folders = own_folders(words)
+    layout = read_layout(choice_file("experiment", name, folders))
+    description = choices("experiment", folders)[name].removesuffix(" (-m)")
     paper = read_paper(results_dir, name)
     where = [f"results_dir={results_dir}"] if results_dir != Path("results") else []
     if layout.benchmarks:
         return Plan(name, description, _command(["bench", *layout.benchmarks, *where]), (), layout, paper)
     common = [f"experiment={name}", *words]
     jobs = []
-    expanded = expand(common)
-    verb = ["train", "-m"] if measured_afterwards(expanded[0]) else ["train"]  # a sweep measures, also of one job
-    for job in expanded:
+    composed = each_job(common)
+    verb = ["train", "-m"] if measured_afterwards(composed[0][0]) else ["train"]  # a sweep measures, also of one job
+    for job, config in composed:
         shared = [word for word in common if word in job]  # not those that name several values
         own = [word for word in job if word not in shared]
-        config = compose(job)
         jobs.append(
             Job(
                 seed=config.seed,

@@ -1,9 +1,10 @@
-"""fpexp list: what conf/ offers; of models, with their sizes."""
+"""fpexp list: what conf/ and folders of one's own offer; of models, with their sizes."""
 
 from __future__ import annotations
 
 from fpexp.config.catalogue import choices
 from fpexp.config.schema import did_you_mean
+from fpexp.config.search_path import is_search_path, own_folders
 from fpexp.errors import UserError
 
 KINDS = ("tasks", "models", "solvers", "schedules", "gradients", "scales", "experiments")
@@ -25,13 +26,15 @@ def run(arguments: list[str]) -> int:
     if kinds == ["models"]:
         _print_sizes(settings)
         return 0
-    if settings:
-        raise UserError(f"'{settings[0]}' has a meaning with models alone: fpexp list models {settings[0]}")
+    own = own_folders(settings)
+    for word in settings:
+        if not is_search_path(word):
+            raise UserError(f"'{word}' has a meaning with models alone: fpexp list models {word}")
     for kind in kinds or KINDS:
         if len(kinds) != 1:
             print(f"{kind}:")
         indent = "" if len(kinds) == 1 else "  "
-        for name, text in choices(kind.removesuffix("s")).items():
+        for name, text in choices(kind.removesuffix("s"), own).items():
             print(f"{indent}{name:<16} {text}")
     return 0
 
@@ -46,13 +49,14 @@ def _print_sizes(settings: list[str]) -> None:
     for word in settings:
         if word.startswith(("model=", "scale=")):
             raise UserError(f"'{word}': every model is listed at every scale; leave it out")
-    scales = sorted(choices("scale"), key=lambda name: SCALES.index(name) if name in SCALES else len(SCALES))
+    own = own_folders(settings)
+    scales = sorted(choices("scale", own), key=lambda name: SCALES.index(name) if name in SCALES else len(SCALES))
     rows: dict[str, list[int]] = {}
-    for name in choices("model"):
+    for name in choices("model", own):
         try:
             rows[name] = [parameter_count(compose([*settings, f"model={name}", f"scale={s}"])) for s in scales]
         except UserError as error:
             raise UserError(f"model={name}: {error}") from error
     print(f"{'parameters':<16} " + " ".join(f"{f'scale={scale}':>12}" for scale in scales) + f"  {' '.join(settings)}")
-    for name, text in choices("model").items():
+    for name, text in choices("model", own).items():
         print(f"{name:<16} " + " ".join(f"{count:>12,}" for count in rows[name]) + f"  {text}")

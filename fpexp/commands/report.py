@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fpexp.commands.arguments import take
 from fpexp.commands.experiments import identify, plan
 from fpexp.config.catalogue import check_choice, choices
+from fpexp.config.search_path import own_folders
 from fpexp.errors import UserError
 from fpexp.reporting.benchmark import read_benchmarks
 from fpexp.reporting.outcome import Plan
@@ -27,26 +28,30 @@ def run(arguments: list[str]) -> int:
     results_dir = Path(where or "results")
     folder = Path(out) if out else results_dir / "report"
     names = list(dict.fromkeys(named.split(","))) if named is not None else []
+    own = own_folders(words)
     for name in names:
-        check_choice("experiment", name)
+        check_choice("experiment", name, own)
     for word in words:
         if "=" not in word:
             raise UserError(f"'{word}' is not understood; write experiment=<name>, out=<folder> or <key>=<value>")
     check_place(folder)
-    plans, problems = _plans(names, words, results_dir)
-    found = _find(results_dir, problems)
+    every = choices("experiment", own)
+    plans, problems = _plans(names, every, words, results_dir)
+    found = _find(results_dir, every, problems)
     report = make_report(plans, found, whole=not names)
     write_report(report, folder)
     _say(report, folder, bool(found.records), results_dir)
     return 0
 
 
-def _plans(names: Sequence[str], words: Sequence[str], results_dir: Path) -> tuple[list[Plan], list[str]]:
+def _plans(
+    names: Sequence[str], every: Iterable[str], words: Sequence[str], results_dir: Path
+) -> tuple[list[Plan], list[str]]:
     """Return the plans of named experiments; of all, those that can be composed, and what is wrong with the others."""
     if names:
         return [plan(name, words, results_dir) for name in names], []
     plans, problems = [], []
-    for name in choices("experiment"):
+    for name in every:
         try:
             made = plan(name, words, results_dir)
         except UserError as error:
@@ -57,12 +62,12 @@ def _plans(names: Sequence[str], words: Sequence[str], results_dir: Path) -> tup
     return sorted(plans, key=lambda made: (made.layout.paper is None, _natural(made.name))), problems
 
 
-def _find(results_dir: Path, problems: Sequence[str]) -> Found:
+def _find(results_dir: Path, every: Iterable[str], problems: Sequence[str]) -> Found:
     benchmarks, unread = read_benchmarks(results_dir)
     problems = [*problems, *unread]
     papers = {}
     try:
-        papers = papers_beside(results_dir, choices("experiment"))
+        papers = papers_beside(results_dir, every)
     except UserError as error:
         problems.append(str(error))
     return Found(read_records(results_dir, identify), benchmarks, papers, problems)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fpexp.commands.sweep_jobs import Job, Standing, find_jobs, look_up, own_overrides
+from fpexp.commands.duration import say_duration
+from fpexp.commands.sweep_jobs import Job, Standing, find_jobs, look_up, own_overrides, steps_done
+from fpexp.config.catalogue import choices
 from fpexp.config.quoting import shell_word
 from fpexp.config.schema import did_you_mean
+from fpexp.config.search_path import own_folders
+from fpexp.config.words import key_of
 from fpexp.errors import UserError
-from fpexp.run_folder import read_rows
 from fpexp.sweep_folder import own_words
 from fpexp.tracking.console import note, print_table
 
@@ -22,6 +25,12 @@ def run(arguments: list[str]) -> int:
         said = f"unknown '{word}'{did_you_mean(word, ['status'])}; " if word else ""
         raise UserError(f"{said}write fpexp sweep status experiment=<name> [key=value ...]")
     words = [word for word in arguments[1:] if word not in ("-m", "--multirun")]
+    if not any(key_of(word) in ("experiment", "task", "model") for word in words):
+        known = ", ".join(choices("experiment", own_folders(words)))
+        raise UserError(
+            "sweep status of what? write experiment=<name>, or task=<name> model=<name> and what else was given to "
+            f"fpexp train -m; experiments: {known}"
+        )
     jobs = find_jobs(words)
     found = look_up(jobs)
     texts = own_words([{"overrides": own_overrides(job.words)} for job in jobs])
@@ -37,6 +46,7 @@ def run(arguments: list[str]) -> int:
     )
     todo = [job for job, standing in zip(jobs, found, strict=True) if _is_wanting(standing)]
     if todo:
+        note(say_duration([standing.seconds for standing in found if _is_wanting(standing)]))
         note("one at a time:")
         note("\n".join(f"  {_command(_verb(job), job.words)}" for job in todo))
         note(f"all that is not done:\n  {_command('fpexp train -m', words)}")
@@ -58,8 +68,7 @@ def _detail(job: Job, standing: Standing) -> str:
     if standing.state == "failed":
         return f"{standing.run.id}: {standing.run.status().get('reason', '')}"
     if standing.state in ("running", "interrupted", "lost"):
-        steps = [row["step"] for row in read_rows(standing.run.metrics) if row.get("kind") == "train"]
-        return f"{standing.run.id}: step {steps[-1] if steps else 0}/{job.config.training.steps}"
+        return f"{standing.run.id}: step {steps_done(standing.run)}/{job.config.training.steps}"
     return standing.run.id
 
 

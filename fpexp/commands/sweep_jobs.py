@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from fpexp.config.catalogue import conf_dir
-from fpexp.config.compose import compose, expand, measured_afterwards
+from fpexp.commands.duration import Paces
+from fpexp.config.catalogue import choice_file
+from fpexp.config.compose import each_job, measured_afterwards
 from fpexp.config.run import RunConfig
+from fpexp.config.search_path import own_folders
 from fpexp.errors import UserError
-from fpexp.known_runs import KnownRuns
+from fpexp.kept import kept
+from fpexp.known_runs import Known, KnownRuns
 from fpexp.measurement import Measurement, parse_measurements, unmeasured
 from fpexp.reporting.layout import read_layout
-from fpexp.run_folder import RunFolder
+from fpexp.run_folder import RunFolder, all_runs, read_rows
 from fpexp.tracking.console import note
 
 HYDRAS = ("hydra.", "hydra/")
@@ -29,25 +33,29 @@ class Job:
 
 @dataclass(frozen=True)
 class Standing:
-    """What there is of a job: the state and run of `KnownRuns`, and what is still to be measured of that run."""
+    """What there is of a job: the state and run of `KnownRuns`, and what is still to be measured of that run.
+
+    `seconds`: how long it still trains; None where that is unknown.
+    """
 
     state: str
     run: RunFolder | None
     wanting: list[Measurement]
+    seconds: float | None
 
 
 def find_jobs(words: Sequence[str]) -> list[Job]:
     """Compose and check every job, in the order in which they are run."""
     measurements: dict[str | None, list[Measurement]] = {}
     jobs = []
-    for job in expand(words):
-        config = compose(job)
+    for job, config in each_job(words):
         experiment = config.choices.experiment
         if experiment not in measurements:
             measurements[experiment] = parse_measurements(measured_afterwards(job), "sweep.evaluate")
         jobs.append(Job(job, config, measurements[experiment]))
     for name in measurements:
-        _check_trains(name)
+        if name is not None:
+            _check_trains(name, words)
     return jobs if jobs[0].config.sweep.rerun else _distinct(jobs)
 
 
@@ -63,10 +71,9 @@ def _distinct(jobs: Sequence[Job]) -> list[Job]:
     return list(first.values())
 
 
-def _check_trains(experiment: str | None) -> None:
+def _check_trains(experiment: str, words: Sequence[str]) -> None:
     """Refuse an experiment that is reported from benchmarks and not from runs."""
-    path = conf_dir() / "experiment" / f"{experiment}.yaml"
-    benchmarks = read_layout(path).benchmarks if path.is_file() else []
+    benchmarks = read_layout(choice_file("experiment", experiment, own_folders(words))).benchmarks
     if benchmarks:
         raise UserError(f"experiment={experiment} is not trained but measured: fpexp bench {' '.join(benchmarks)}")
 
@@ -75,13 +82,33 @@ def look_up(jobs: Sequence[Job]) -> list[Standing]:
     """Return what there is of each job, by this machine's settling of what is `auto`."""
     from fpexp.build import settle
 
-    known_runs = KnownRuns(jobs[0].config.results_dir, jobs[0].config.sweep.recorded)
+    folders = [folder for folder in (jobs[0].config.results_dir, _recorded(jobs[0].config)) if folder is not None]
+    known_runs, paces = KnownRuns(*folders), Paces(run for folder in folders for run in reversed(all_runs(folder)))
     found = []
     for job in jobs:
-        known = known_runs.of(settle(job.config)[0])
+        settled = settle(job.config)[0]
+        known = known_runs.of(settled)
         wanting = [] if known.run is None else unmeasured(job.measurements, known.run, job.config)
-        found.append(Standing(known.state, known.run, wanting))
+        steps = _steps_left(job, known)
+        found.append(Standing(known.state, known.run, wanting, paces.seconds(settled, steps) if steps else 0.0))
     return found
+
+
+def _steps_left(job: Job, known: Known) -> int:
+    steps = job.config.training.steps
+    if known.run is None or known.state == "failed" or job.config.sweep.rerun:
+        return steps
+    return steps - steps_done(known.run) if known.state in ("interrupted", "lost") else 0
+
+
+def steps_done(run: RunFolder) -> int:
+    """Return the last training step that a run has logged."""
+    return max((row["step"] for row in read_rows(run.metrics) if row.get("kind") == "train"), default=0)
+
+
+def _recorded(config: RunConfig) -> str | Path | None:
+    """Return the results folder whose finished runs count as done."""
+    return kept("reference", config.results_dir) if config.sweep.recorded == "auto" else config.sweep.recorded
 
 
 def own_overrides(words: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fpexp.bench import BENCHMARKS
 from fpexp.config.catalogue import GROUPS, choices, conf_dir
 from fpexp.config.schema import TARGET, leaves
+from fpexp.config.search_path import own_folders
 
 TRAIN = """\
 usage: fpexp train [-m] [group=choice ...] [key=value ...]
@@ -19,7 +20,9 @@ With -m, comma-separated values make one run each: fpexp train -m task=a4 model=
 An experiment may bring a grid of its own (sweep.grid): fpexp train -m experiment=fig4_state_tracking seed=0,1,2.
 There a group that you name, such as model=lstm, chooses among the rows; any other key takes the place of theirs.
 A job that fails does not stop the others (sweep.fail_fast=true does); its folder under <results_dir>/sweeps says why.
-What an earlier sweep has finished, or what is recorded under sweep.recorded, is not run again (sweep.rerun=true).
+Of two sweeps at once one has a job: the other leaves it out and says so.
+What an earlier sweep has finished, or what is recorded under sweep.recorded (auto: the repository's results/reference)
+is not run again, unless sweep.rerun=true.
 Several at once: hydra/launcher=joblib hydra.launcher.n_jobs=2, with a share of the CPUs each (threads=0) or threads=1.
 On a cluster: hydra/launcher=submitit_slurm, with pip install 'fpexp[slurm]'; see scripts/slurm.
 Under torchrun each process takes its share of training.batch_size, and any number of them may resume the run. They
@@ -38,8 +41,9 @@ usage: fpexp sweep status experiment=<name> [group=choice,... ...] [key=value,..
 
 Lists the jobs that fpexp train -m would have with these words, and of each whether it is finished, recorded (finished,
 under sweep.recorded), running, interrupted, lost (its process is gone), failed (with the reason) or missing; "not
-measured" where the experiment has something measured after training that is still to be done. Then the commands that
-make what is not done. Reads files only; the exit code is 0 whatever they say."""
+measured" where the experiment has something measured after training that is still to be done. Then how long the rest
+will train, as far as finished runs of its kind tell, and the commands that make it. Reads files only; the exit code is
+0 whatever they say."""
 
 EVALUATE = """\
 usage: fpexp evaluate run=<run id or folder> [lengths=[2,16,64]] [samples=<n>] [batch_size=<n>]
@@ -74,7 +78,8 @@ usage: fpexp report [experiment=<name>,...] [out=<folder>] [results_dir=results]
 
 Makes tables (Markdown, CSV), figures (PNG, SVG) and one HTML page that needs nothing else, from what is recorded under
 <results_dir>: runs/ and reference/runs/, bench/ and reference/bench/, and, in a column of its own, what the paper
-reports (paper/). Of all experiments, unless some are named; `fpexp list experiments` lists them.
+reports (paper/); reference/ and paper/ are the repository's where <results_dir> has none. Of all experiments, unless
+some are named; `fpexp list experiments` lists them.
 
 A run belongs to an experiment by its config, whatever its seed, threads and id: means and sample standard deviations
 are over the seeds that are there. Of equal runs the newest finished one counts. What is missing is listed with the
@@ -111,11 +116,12 @@ Words other than data.* are as for train; model and training have no meaning her
 latter three also as .gz, .bz2 or .zst."""
 
 LIST = """\
-usage: fpexp list [tasks|models|solvers|schedules|gradients|scales|experiments]
+usage: fpexp list [tasks|models|solvers|schedules|gradients|scales|experiments] [hydra.searchpath=[...]]
        fpexp list models [task=<task>] [<key>=<value> ...]
 
-Lists what conf/ offers, one line each. `fpexp list models` counts each model's parameters at every scale, for task=a5
-or what is named as for train: fpexp list models task=s5 model.d_model=128"""
+Lists what conf/ offers, one line each, and with hydra.searchpath=[file:///path/to/my/conf] what stands in a folder of
+your own; train, sweep status, report and data prepare take the same word. `fpexp list models` counts each model's
+parameters at every scale, for task=a5 or what is named as for train: fpexp list models task=s5 model.d_model=128"""
 
 DOCTOR = """\
 usage: fpexp doctor [results_dir=results]
@@ -145,10 +151,10 @@ def describe(command: str, words: Sequence[str] = ()) -> str:
     named = {word.partition("=")[0] for word in words}
     if named & {"experiment", "config"} or {"task", "model"} <= named:
         return _keys_of_a_run([word for word in words if word not in ("-m", "--multirun")])
-    groups = []
+    own, groups = own_folders(words), []
     for group in GROUPS:
         groups.append(f"  {group}")
-        groups += [f"    {name:<16} {text}" for name, text in choices(group).items()]
+        groups += [f"    {name:<16} {text}" for name, text in choices(group, own).items()]
     return TRAIN.format(groups="\n".join(groups), keys=_top_level_keys(), conf=conf_dir())
 
 

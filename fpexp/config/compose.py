@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -17,16 +18,20 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from fpexp.config.catalogue import GROUPS, check_choice, choices, conf_dir
-from fpexp.config.grid import grid_jobs
+from fpexp.config.catalogue import GROUPS, check_choice, choice_file, choices, conf_dir
+from fpexp.config.grid import KEY as GRID
+from fpexp.config.grid import GridJob, grid_jobs
 from fpexp.config.run import RunConfig
 from fpexp.config.schema import did_you_mean
-from fpexp.config.words import parse_overrides, product, values
+from fpexp.config.search_path import own_folders
+from fpexp.config.words import key_of, parse_overrides, product, values
 from fpexp.errors import UserError
 
 CONFIG_NAME = "config"
 WITHIN_CONF = {"of_model": "solver", "of_task": "model", "budget": "training"}
 """What conf/ has files decide for others, which refer to it, and for which; gone once they have their values."""
+NO_ROW = GridJob("", [])
+"""Of a job that no grid names."""
 REPORT = "report"
 """How an experiment is reported (fpexp.reporting.layout): read from its own file, nothing of a run."""
 OF_A_SWEEP = ("grid", "evaluate")
@@ -44,7 +49,12 @@ def compose(arguments: Sequence[str]) -> RunConfig:
 
 def compose_jobs(arguments: Sequence[str]) -> list[RunConfig]:
     """Compose and check every job of a multirun, in the order in which they are run."""
-    return [compose(words) for words in expand(arguments)]
+    return [config for _, config in each_job(arguments)]
+
+
+def each_job(arguments: Sequence[str]) -> list[tuple[list[str], RunConfig]]:
+    """Return the words of every job of a multirun, with what is composed of them and checked."""
+    return [([*words, *job.words], _compose_job(words, job)) for words, job in _expand(arguments)]
 
 
 def expand(arguments: Sequence[str]) -> list[list[str]]:
@@ -53,6 +63,11 @@ def expand(arguments: Sequence[str]) -> list[list[str]]:
     They are the product of what the command line names, or else the experiment in hydra.sweeper.params, times the rows
     of the experiment's sweep.grid.
     """
+    return [[*words, *job.words] for words, job in _expand(arguments)]
+
+
+def _expand(arguments: Sequence[str]) -> list[tuple[list[str], GridJob]]:
+    """Return the words of every job: those of the command line's product, and those of a row of the grid."""
     overrides = parse_overrides(arguments)
     for override in overrides:
         if override.is_sweep_override() and override.is_hydra_override():
@@ -63,13 +78,37 @@ def expand(arguments: Sequence[str]) -> list[list[str]]:
     jobs = product(parse_overrides([*own, *arguments]))
     several = any(o.is_sweep_override() and o.key_or_group == "experiment" for o in overrides)
     if _grid(config) is None and not several:
-        return jobs
-    return [[*words, *row] for words in jobs for row in _rows(words)]
+        return [(words, NO_ROW) for words in jobs]
+    return [(words, job) for words in jobs for job in _grid_jobs(words)]
 
 
-def _rows(words: Sequence[str]) -> list[list[str]]:
-    grid = _grid(_compose_raw(parse_overrides(words))[0])
-    return [[]] if grid is None else grid_jobs(grid, words)
+def _grid_jobs(words: Sequence[str]) -> list[GridJob]:
+    config, selected = _compose_raw(parse_overrides(words))
+    grid = _grid(config)
+    if grid is None:
+        return [NO_ROW]
+    experiment = selected["experiment"]
+    if experiment is None or any(key_of(word) == GRID for word in words):
+        return grid_jobs(grid, words)
+    return grid_jobs(grid, words, f"{choice_file('experiment', experiment, own_folders(words))}: {GRID}")
+
+
+def _compose_job(words: Sequence[str], job: GridJob) -> RunConfig:
+    """Compose a job of a multirun; a mistake that is its row's names the row."""
+    try:
+        return compose([*words, *job.words])
+    except UserError as error:
+        if job is NO_ROW or _refusal(words) == str(error):
+            raise
+        raise UserError(f"{job.row}: {error}") from error
+
+
+def _refusal(words: Sequence[str]) -> str | None:
+    try:
+        compose(words)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _grid(config: DictConfig) -> Any:
@@ -104,14 +143,13 @@ def _compose(overrides: Sequence[Override]) -> RunConfig:
 
 def _compose_raw(overrides: Sequence[Override]) -> tuple[DictConfig, dict[str, Any]]:
     """Return what Hydra makes of the overrides, unchecked, and its choices, group -> file."""
-    elsewhere = any(override.key_or_group == "hydra.searchpath" for override in overrides)
+    own = own_folders([str(override.input_line) for override in overrides])
     for override in overrides:
-        if not elsewhere:
-            _check_group(override)
+        _check_group(override, own)
         _check_top_level(override)
     plain = [override for override in overrides if _is_plain(override)]
     lines = tuple(str(override.input_line) for override in overrides if override not in plain)
-    config, selected = _choose(lines) if elsewhere else _chosen(lines, _newest_file())
+    config, selected = _choose(lines, own, _newest_file(own))
     config = copy.deepcopy(config)
     OmegaConf.set_struct(config, False)
     for override in plain:
@@ -122,8 +160,13 @@ def _compose_raw(overrides: Sequence[Override]) -> tuple[DictConfig, dict[str, A
     return config, selected
 
 
-def _choose(lines: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
-    """Return what Hydra makes of choices of groups, and of what is its own."""
+@functools.lru_cache(maxsize=256)
+def _choose(lines: tuple[str, ...], own: tuple[Path, ...], newest: int) -> tuple[DictConfig, dict[str, Any]]:
+    """Return what Hydra makes of choices of groups, and of what is its own.
+
+    Once for the jobs of a sweep that differ in plain values alone: Hydra takes its time. `own` and `newest` tell when
+    the same words mean something else.
+    """
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3", job_name="fpexp"):
@@ -131,20 +174,14 @@ def _choose(lines: tuple[str, ...]) -> tuple[DictConfig, dict[str, Any]]:
             selected = OmegaConf.to_container(config.hydra.runtime.choices)
     except MissingConfigException as error:
         raise UserError(_missing(error)) from error
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:  # YAMLError: of a file outside conf/
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:  # YAMLError: of a file of the user's
         raise UserError(_first_line(error)) from error
     return config, dict(selected)  # type: ignore[arg-type]
 
 
-@functools.lru_cache(maxsize=256)
-def _chosen(lines: tuple[str, ...], newest: int) -> tuple[DictConfig, dict[str, Any]]:
-    """As `_choose`, once for the jobs of a sweep that differ in plain values alone: Hydra takes its time."""
-    return _choose(lines)
-
-
-def _newest_file() -> int:
-    """Return when conf/ has last changed, in ns."""
-    return max(path.stat().st_mtime_ns for path in conf_dir().rglob("*"))
+def _newest_file(own: Sequence[Path]) -> int:
+    """Return when the config files have last changed, in ns."""
+    return max(path.lstat().st_mtime_ns for folder in (conf_dir(), *own) for path in folder.rglob("*"))
 
 
 def from_hydra(config: DictConfig, selected: dict[str, Any]) -> RunConfig:
@@ -178,14 +215,13 @@ def _is_plain(override: Override) -> bool:
     return not (is_group or override.is_delete() or str(override.key_or_group).startswith("hydra"))
 
 
-def _check_group(override: Override) -> None:
+def _check_group(override: Override, own: Sequence[Path]) -> None:
     if override.key_or_group in GROUPS and not override.is_delete():
         value = override.value()
         if not isinstance(value, str):
-            raise UserError(
-                f"'{override.input_line}': a group takes one name ({', '.join(choices(override.key_or_group))})"
-            )
-        check_choice(override.key_or_group, value)
+            known = ", ".join(choices(override.key_or_group, own))
+            raise UserError(f"'{override.input_line}': a group takes one name ({known})")
+        check_choice(override.key_or_group, value, own)
 
 
 def _check_top_level(override: Override) -> None:

@@ -87,7 +87,7 @@ class Sweep:
 
     fail_fast: bool  # stop at the first job that fails
     rerun: bool  # run jobs again that an earlier run has finished
-    recorded: str | None = None  # a results folder whose finished runs count as done, beside results_dir
+    recorded: str | None = None  # a results folder whose finished runs count as done, or auto (fpexp.kept)
 
 
 @dataclass(frozen=True)

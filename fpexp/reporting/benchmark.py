@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fpexp.errors import first_line
+from fpexp.kept import kept
 from fpexp.reporting.table import NOTHING, Table
-
-PLACES = ("bench", "reference/bench")
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,9 @@ def read_benchmarks(results_dir: Path) -> tuple[dict[str, Benchmark], list[str]]
     """Return the newest readable benchmark of each name, and a line for each file that is not one."""
     found: dict[str, tuple[str, Benchmark]] = {}
     problems = []
-    for place in PLACES:
-        for path in sorted((results_dir / place).glob("*.json")):
+    places = {"bench": results_dir / "bench", "reference/bench": kept("reference", results_dir) / "bench"}
+    for place, folder in places.items():
+        for path in sorted(folder.glob("*.json")):
             file = f"{place}/{path.name}"
             try:
                 raw = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""What the paper reports: `<results_dir>/paper/<experiment>.yaml`, read only; never a number of ours.
+"""What the paper reports: `paper/<experiment>.yaml` (fpexp.kept), read only; never a number of ours.
 
 source: Table 4                                  # where it stands in the paper
 measure: scaled accuracy                         # what the values are, and at which length
@@ -22,6 +22,7 @@ from typing import Any
 from fpexp.config.schema import Checker
 from fpexp.config.values import parse_value
 from fpexp.errors import UserError
+from fpexp.kept import kept
 
 FOLDER = "paper"
 
@@ -73,7 +74,7 @@ class Paper:
 
 def read_paper(results_dir: Path, experiment: str) -> Paper | None:
     """Read what the paper reports of an experiment; None where nothing is kept. A `UserError` names the file."""
-    path = results_dir / FOLDER / f"{experiment}.yaml"
+    path = kept(FOLDER, results_dir) / f"{experiment}.yaml"
     if not path.is_file():
         return None
     try:
@@ -89,7 +90,7 @@ def read_paper(results_dir: Path, experiment: str) -> Paper | None:
 def papers_beside(results_dir: Path, names: Iterable[str]) -> dict[str, Paper]:
     """Read what the paper reports under other names than these: that for which there is no experiment."""
     known = set(names)
-    found = sorted(path.stem for path in (results_dir / FOLDER).glob("*.yaml") if path.stem not in known)
+    found = sorted(path.stem for path in kept(FOLDER, results_dir).glob("*.yaml") if path.stem not in known)
     return {name: paper for name in found if (paper := read_paper(results_dir, name))}
 
 

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from fpexp.errors import FpexpError, first_line
+from fpexp.kept import kept
 from fpexp.reporting.store import read_plain_config
 from fpexp.run_folder import RunFolder, read_rows
-
-PLACES = ("runs", "reference/runs")
-"""Where runs stand under a results folder: one's own, and those that are committed."""
 
 EVALUATIONS = ("iterations", "agreement")
 """What a run may have been measured for besides its curve, by `fpexp evaluate`."""
@@ -98,8 +96,9 @@ def number(row: Mapping[str, Any], key: str) -> float | None:
 
 
 def read_records(results_dir: Path, identify: Callable[[RunFolder], str]) -> list[Record]:
-    """Read every run under a results folder, by id. `identify` may raise an `FpexpError`, which becomes a problem."""
-    records = [_read(RunFolder(path), place, identify) for place in PLACES for path in _folders(results_dir / place)]
+    """Read every run of a results folder and every recorded one, by id; an `FpexpError` of `identify` is a problem."""
+    places = {"runs": results_dir / "runs", "reference/runs": kept("reference", results_dir) / "runs"}
+    records = [_read(RunFolder(path), place, identify) for place, where in places.items() for path in _folders(where)]
     return sorted(records, key=lambda record: (record.id, record.place))
 
 

@@ -94,7 +94,9 @@ def table(jobs: Sequence[dict[str, Any]], elapsed: float, height: int) -> Any:
     counts = {state: sum(job["state"] == state for job in jobs) for state in dict.fromkeys(j["state"] for j in jobs)}
     done = sum(count for state, count in counts.items() if state in DONE)
     others = [f"{count} {state}" for state, count in counts.items() if state not in DONE]
-    title = ", ".join([f"{done} of {len(jobs)} jobs done", *others, f"{format_duration(elapsed)} elapsed"])
+    remaining = left(jobs)
+    end = [] if remaining is None else [f"about {format_duration(remaining)} left"]
+    title = ", ".join([f"{done} of {len(jobs)} jobs done", *others, f"{format_duration(elapsed)} elapsed", *end])
     result = Table(title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, expand=True)
     for name, ratio in (("job", None), ("overrides", 3), ("state", None), ("time", None), ("", 2)):
         result.add_column(name, ratio=ratio, no_wrap=True, overflow="ellipsis")
@@ -107,6 +109,18 @@ def table(jobs: Sequence[dict[str, Any]], elapsed: float, height: int) -> Any:
     if len(shown) < len(jobs):
         result.add_row("", Text(f"and {len(jobs) - len(shown)} more"), style="dim")
     return result
+
+
+def left(jobs: Sequence[dict[str, Any]]) -> float | None:
+    """Return the seconds that a sweep still takes, by those of the jobs that it has finished; None where none is."""
+    spent = [job["seconds"] for job in jobs if job["state"] == "finished"]
+    running = [job for job in jobs if job["state"] == "running"]
+    waiting = sum(job["state"] == "waiting" for job in jobs)
+    if not spent or not (running or waiting):
+        return None
+    mean = sum(spent) / len(spent)
+    rest = [max(mean - (seconds(job) or 0.0), 0.0) if job.get("left") is None else job["left"] for job in running]
+    return (sum(rest) + mean * waiting) / max(len(running), 1)
 
 
 _STYLES = {"running": "bold", "waiting": "dim", "failed": "red", "lost": "red", "interrupted": "yellow"}

@@ -301,7 +301,7 @@ def test_the_whole_report_has_every_experiment_and_what_belongs_to_none(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = {name: choices("experiment")[name] for name in ("demo_a4", "reference_a5", "fig11_cap")}
-    monkeypatch.setattr("fpexp.commands.report.choices", lambda group: few)
+    monkeypatch.setattr("fpexp.commands.report.choices", lambda group, own: few)
     record(RESULTS, "stranger", small("task=a4", "model=mamba"))
     write_benchmark(RESULTS / "bench/old.json", "2026-11-30T04:00:00+0000", 0.001)
     write_benchmark(RESULTS / "reference/bench/new.json", "2026-11-30T05:00:00+0000", 0.002)
@@ -333,7 +333,7 @@ def test_an_experiment_that_cannot_be_composed_leaves_the_others(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = dict.fromkeys(("reference_a5", "gone"), "")
-    monkeypatch.setattr("fpexp.commands.report.choices", lambda group: few)
+    monkeypatch.setattr("fpexp.commands.report.choices", lambda group, own: few)
     answer = cli("report")
     assert answer.code == 0, answer.err
     assert "warning: experiment=gone: " in answer.err

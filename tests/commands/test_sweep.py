@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import yaml
 from runs import TINY, CommandLine, Recorder, assert_steps_stand_once, finish, start, stop_at, tiny, wait_for
 
+from fpexp.build import settle
+from fpexp.claims import claim
 from fpexp.errors import Interrupted
 from fpexp.run import start_run
 from fpexp.run_folder import read_rows
@@ -145,7 +148,7 @@ def test_a_run_of_an_earlier_version_is_not_run_again(cli: CommandLine) -> None:
 def test_jobs_fail_alone_and_are_run_again(
     cli: CommandLine, outside: list[str], monkeypatch: pytest.MonkeyPatch, live: bool
 ) -> None:
-    for module in ("commands.multirun", "tracking.jobs"):
+    for module in ("commands.multirun.launching", "tracking.jobs"):
         monkeypatch.setattr(f"fpexp.{module}.has_rich_terminal", lambda: live)
     words = ["train", "-m", *outside, "model.behaviour=fine,fail,exit,good"]
     answer = cli(*words)
@@ -210,9 +213,25 @@ def test_a_sweep_without_failure(cli: CommandLine) -> None:
     assert "4 of 4 jobs are done" in answer.out
     found = [(run.config().choices.model, run.config().seed) for run in cli.runs()]
     assert found == [("fp_mamba_k", 0), ("fp_mamba_k", 1), ("lstm", 0), ("lstm", 1)]
+    assert [line.split()[:4] for line in answer.out.splitlines() if " seed " in line] == [
+        ["a4", model, "seed", seed] for model in ("fp_mamba_k", "lstm") for seed in "01"
+    ]
     (sweep,) = sweeps()
     assert (sweep / "curves.png").exists()
     assert set(Path().iterdir()) == {Path("results")}
+
+
+def test_curves_that_differ_in_a_setting_are_named_by_it(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr(
+        "fpexp.commands.multirun.summary.draw_curves", lambda curves, path: drawn.extend(c.model for c in curves)
+    )
+    answer = cli("train", "-m", "task=a4", "model=lstm", *TINY, "model.layers=1,2", "model.dropout=0.1,1e-1,0.2")
+    assert answer.code == 0, answer.err
+    expected = [f"lstm model.layers={layers} model.dropout={dropout}" for layers in (1, 2) for dropout in (0.1, 0.2)]
+    assert drawn == expected
+    for name in expected:
+        assert f"a4 {name} seed 0" in answer.out
 
 
 def test_an_experiment_sweeps_what_it_names(cli: CommandLine) -> None:
@@ -249,6 +268,50 @@ def test_a_sweep_goes_on_with_an_interrupted_run(cli: CommandLine) -> None:
     assert_steps_stand_once(run)
 
 
+def test_two_sweeps_at_one_moment_share_the_jobs(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second begins when the first has found that the run is missing, and has not made its folder yet."""
+    import fpexp.run
+
+    words = ["train", "-m", "task=a4", "model=lstm", "seed=0,1", *TINY]
+    answers = []
+
+    def slow(*arguments: Any) -> Any:
+        if not answers:
+            answers.append(finish(start(*words, cwd=cli.folder), timeout=200))
+        return start_run(*arguments)
+
+    monkeypatch.setattr(fpexp.run, "start_run", slow)
+    first, (second,) = cli(*words), answers
+    assert first.code == 0, first
+    assert "2 of 2 jobs are done" in first.out
+    assert [run.config().seed for run in cli.runs()] == [1, 0]
+    assert second.code == 1, second
+    assert "1 of 2 jobs are done" in second.out
+    assert re.search(
+        r"running elsewhere .* in the hands of job 0 of \S+/results/sweeps/\S+ \(process \d+ on", second.out
+    )
+
+
+def test_a_job_that_another_sweep_has_finished_in_the_meantime_is_done(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["task=a4", "model=lstm", "seed=0,1", *TINY]
+    job = tiny(Path("results"), "seed=0")
+    begun = claim("results", settle(job)[0].fingerprint(), "a sweep")
+
+    def finish_first(config: Any, *arguments: Any) -> Any:
+        run = start_run(config, *arguments)
+        start_run(job, *arguments)
+        return run
+
+    monkeypatch.setattr("fpexp.run.start_run", finish_first)
+    with begun:
+        answer = cli("train", "-m", *words)
+    assert answer.code == 0, answer
+    assert [job["state"] for _, job in sorted(jobs(sweeps()[-1]).items())] == ["done before", "finished"]
+    assert "in the hands of" not in answer.out
+
+
 # Ctrl-C
 
 
@@ -256,7 +319,7 @@ def test_a_sweep_goes_on_with_an_interrupted_run(cli: CommandLine) -> None:
 def test_a_signal_in_a_job_stops_the_sweep(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch, signum: signal.Signals
 ) -> None:
-    monkeypatch.setattr("fpexp.commands.multirun.trackers", lambda config: Recorder(at_step=stop_at(2, signum)))
+    monkeypatch.setattr("fpexp.commands.multirun.job.trackers", lambda config: Recorder(at_step=stop_at(2, signum)))
     answer = cli("train", "-m", "task=a4", "model=lstm", "seed=0,1", *TINY)
     assert answer.code == 128 + signum
     assert "0 of 2 jobs are done" in answer.out

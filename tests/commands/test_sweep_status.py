@@ -94,6 +94,9 @@ def test_what_is_recorded_counts_as_done_if_it_is_the_same(cli: CommandLine) -> 
 
 def test_status_is_asked_for_by_name(cli: CommandLine) -> None:
     cli("sweep").refused("fpexp sweep status experiment=<name>")
+    cli("sweep", "status").refused("experiment=<name>, or task=<name> model=<name>", "fig4_state_tracking, ")
+    cli("sweep", "status", "seed=0,1").refused("sweep status of what?")
+    cli("sweep", "status", "task=a4").refused("which model? write model=<name>")
     cli("sweep", "statsu").refused("unknown 'statsu'", "did you mean 'status'?")
     cli("sweep", "status", "experiment=fig4_state_trackin").refused("did you mean 'fig4_state_tracking'?")
     cli("sweep", "status", "task=a4", "model=lstm", "training.lrr=1").refused("did you mean 'training.lr'?")

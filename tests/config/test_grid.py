@@ -23,7 +23,7 @@ GRID: list[dict[str, Any]] = [
 
 
 def texts(grid: Any, *given: str) -> list[str]:
-    return [" ".join(words) for words in grid_jobs(grid, given)]
+    return [" ".join(job.words) for job in grid_jobs(grid, given)]
 
 
 def test_a_grid_is_a_list_of_products() -> None:
@@ -41,6 +41,18 @@ def test_a_group_on_the_command_line_chooses_rows_and_another_key_takes_the_plac
     assert texts(GRID, "model=gdn", "++model.decay=true") == ["", "training.clip=null"]
     assert texts(GRID, "model=fp_mamba_h", "model.channel_mixer.rank=8") == ["model.delta_range=[0.1,1.0]"]
     assert texts([{"task": "a5", "model": "lstm"}, {"task": "s5"}], "task=s5", "model=gdn") == [""]
+    assert texts(GRID, "model='lstm'") == [""]
+
+
+def test_jobs_of_two_rows_are_one_where_their_values_are() -> None:
+    rows = [
+        {"training.lr": "1e-3", "model.delta_range": [0.1, 1.0]},
+        {"training.lr": 0.001, "model.delta_range": "[0.1, 1.0]"},
+    ]
+    assert texts([*rows, {"training.lr": "2e-3"}]) == [
+        "training.lr=1e-3 model.delta_range=[0.1,1.0]",
+        "training.lr=2e-3",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +71,7 @@ def test_a_group_on_the_command_line_chooses_rows_and_another_key_takes_the_plac
         ([{"model": {"layers": 2}}], [], ["sweep.grid[0].model={'layers': 2} must be a value", "with dots"]),
         ([{"sweep.rerun": True}], [], ["sweep.grid[0]: 'sweep.rerun' is not of a single run"]),
         ([{"hydra/launcher": "joblib"}], [], ["'hydra/launcher' is not of a single run"]),
-        ([{"model": "lstm"}, {"training.lr": "[1"}], [], ["cannot read 'training.lr=[1'"]),
+        ([{"model": "lstm"}, {"training.lr": "[1"}], [], ["sweep.grid[1]: cannot read 'training.lr=[1'"]),
     ],
 )
 def test_a_grid_that_makes_no_sense_is_refused(grid: Any, given: list[str], parts: list[str]) -> None:
@@ -91,6 +103,26 @@ def test_a_typo_in_a_row_names_the_whole_key(mine: Any) -> None:
     ):
         with pytest.raises(UserError, match=message.replace("?", r"\?")):
             compose_jobs(mine(f"sweep:\n  grid:\n    - {{{row}}}\n"))
+
+
+def test_a_mistake_in_a_grid_names_the_file_and_the_row(mine: Any, tmp_path: Path) -> None:
+    file = tmp_path / "conf" / "experiment" / "mine.yaml"
+    good = "{model: lstm, training.steps: '5,6'}"
+    for row, message in (
+        ("{model: fp_mamba_h, model.channel_mixer.rank: 0}", "[1]: model.channel_mixer.rank=0 is out of range"),
+        ("{model: lstm, training.lr: '[1'}", "[1]: cannot read 'training.lr=[1'"),
+        ("{model: lstm, training: {lr: 1}}", "[1].training={'lr': 1} must be a value"),
+        ("lstm", "[1]='lstm' must be a row"),
+    ):
+        words = mine(f"sweep:\n  grid:\n    - {good}\n    - {row}\n")
+        with pytest.raises(UserError) as caught:
+            compose_jobs(words)
+        assert str(caught.value).startswith(f"{file}: sweep.grid{message}"), str(caught.value)
+    words = mine(f"sweep:\n  grid:\n    - {good}\n")
+    with pytest.raises(UserError, match=r"^unknown key 'training\.lrr'; did you mean"):
+        compose_jobs([*words, "training.lrr=1"])
+    with pytest.raises(UserError, match=r"^sweep.grid\[0\]: unknown key 'model.layer'; did you mean"):
+        compose_jobs([*words, "sweep.grid=[{model: lstm, model.layer: 3}]"])
 
 
 def test_a_file_that_is_no_yaml_or_refers_to_nothing_is_said_in_a_line(mine: Any) -> None:

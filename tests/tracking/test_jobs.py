@@ -14,20 +14,20 @@ from typing import Any
 import pytest
 from runs import TINY
 
-from fpexp.sweep_folder import SweepFolder
+from fpexp.sweep_folder import SweepFolder, own_words
 from fpexp.tracking import jobs as watching
-from fpexp.tracking.jobs import table, watched
+from fpexp.tracking.jobs import left, table, watched
 
 
 def job(number: int, state: str, **fields: Any) -> dict[str, Any]:
     return {"number": number, "overrides": ["task=a4", f"seed={number}"], "state": state, **fields}
 
 
-def render(jobs: list[dict[str, Any]], height: int = 30) -> list[str]:
+def render(jobs: list[dict[str, Any]], height: int = 30, elapsed: float = 75.0) -> list[str]:
     from rich.console import Console
 
     out = io.StringIO()
-    Console(file=out, width=100).print(table(jobs, 75.0, height))
+    Console(file=out, width=100).print(table(jobs, elapsed, height))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -49,6 +49,18 @@ def test_the_table_says_of_each_job_what_it_does() -> None:
     assert "measuring solver=picard" in rows["3"]
     assert "waiting" in rows["4"]
     assert "task=a4" not in "".join(lines)
+
+
+def test_the_time_left_is_that_of_the_jobs_which_the_sweep_has_done() -> None:
+    waiting = [job(n, "waiting") for n in (5, 6)]
+    assert left([job(0, "done before", seconds=0.0), job(1, "failed", seconds=3.0), *waiting]) is None
+    done = [job(0, "finished", seconds=60.0), job(1, "finished", seconds=120.0), job(2, "recorded", seconds=0.0)]
+    assert left([*done, *waiting]) == 180.0
+    begun = [job(3, "running", began=time.time(), left=20.0), job(4, "running", began=time.time() - 50)]
+    assert left([*done, *begun, *waiting]) == pytest.approx((20 + 40 + 180) / 2, abs=1)
+    assert left([*done, job(3, "running", began=time.time() - 500), *waiting]) == 180.0
+    assert "0:00 elapsed, about 3:00 left" in render([*done, *waiting], elapsed=0.0)[0]
+    assert "left" not in render(done)[0]
 
 
 def test_a_low_terminal_shows_what_matters() -> None:
@@ -115,3 +127,16 @@ def test_on_a_terminal_the_table_is_live_and_the_jobs_print_into_their_logs(tmp_
     (sweep,) = (tmp_path / "results" / "sweeps").iterdir()
     for number in (0, 1):
         assert "step 1500/1500  loss" in (sweep / str(number) / "log.txt").read_text()
+
+
+def test_words_are_compared_by_what_they_mean() -> None:
+    jobs = [
+        {"overrides": ["lr=1e-3", "range=[0.1,1.0]", "seed=0"]},
+        {"overrides": ["lr=0.001", "range=[0.1, 1.0]", "seed=1"]},
+    ]
+    assert own_words(jobs) == ["seed=0", "seed=1"]
+    assert own_words(jobs[:1], but=("seed",)) == ["lr=1e-3 range=[0.1,1.0]"]
+    assert own_words([{"overrides": ["group='A4 x Z5'"]}, {"overrides": ["group='A4 x Z5'", "key=[1"]}]) == [
+        "",
+        "key=[1",
+    ]
