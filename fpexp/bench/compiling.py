@@ -18,10 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fpexp.bench.launches import KERNELS, Shape
-from fpexp.tracking.console import note
-
-SAY_EVERY = 10.0
-"""Seconds between two lines that say how far it is."""
+from fpexp.bench.progress import Progress
 
 
 class Code(NamedTuple):
@@ -87,10 +84,8 @@ def _in_processes(codes: Sequence[Code], processes: int) -> dict[Code, Compiled]
         at_end.callback(pool.shutdown, wait=False, cancel_futures=True)
         waiting: dict[Future[Compiled], Code] = {pool.submit(compile_one, code): code for code in codes}
         found: dict[Code, Compiled] = {}
-        said = time.monotonic()
+        say = Progress()
         for future in as_completed(waiting):
             found[waiting[future]] = future.result()
-            if time.monotonic() - said > SAY_EVERY:
-                said = time.monotonic()
-                note(f"compiled {len(found)} of {len(codes)}")
+            say(f"compiled {len(found)} of {len(codes)}")
     return found

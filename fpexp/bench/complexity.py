@@ -26,7 +26,7 @@ import torch
 
 from fpexp.bench.context import Context
 from fpexp.bench.measure import Contender, Target, stopwatch
-from fpexp.bench.memory import peak_extra
+from fpexp.bench.memory import OutOfTime, peak_extra
 from fpexp.bench.truth import step_checks
 from fpexp.build import Experiment, build, uses_solver
 from fpexp.config.compose import compose, expand
@@ -125,9 +125,12 @@ def _seconds(which: str, experiment: Experiment, batch: Batch) -> Callable[[], f
     return seconds
 
 
-def _memory(words: list[str], size: int, length: int, threads: int) -> dict[str, float]:
-    """Return the peak of forward and backward together in MB."""
-    extra = peak_extra(prepare, words=words, size=size, length=length, threads=threads)
+def _memory(words: list[str], size: int, length: int, threads: int) -> dict[str, float | str]:
+    """Return the peak of forward and backward together in MB, or that it took too long."""
+    try:
+        extra = peak_extra(prepare, words=words, size=size, length=length, threads=threads)
+    except OutOfTime as error:
+        return {"peak_MB": str(error)}
     return {} if extra is None else {"peak_MB": extra / 1e6}
 
 

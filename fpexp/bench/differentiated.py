@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fpexp.bench.measure import Check
-from fpexp.bench.memory import peak_extra
+from fpexp.bench.memory import OutOfTime, peak_extra
 from fpexp.errors import UserError
 from fpexp.ops.backend import choose
 from fpexp.randomness import seeded
@@ -67,9 +67,14 @@ def compare(
     ]
 
 
-def extra_memory(prepare: Callable[..., Callable[[], object]], case: Case, **arguments: Any) -> dict[str, float | None]:
+def extra_memory(
+    prepare: Callable[..., Callable[[], object]], case: Case, **arguments: Any
+) -> dict[str, float | str | None]:
     """Return the peak extra memory (see `memory`) of what `prepare` prepares, in MB and in units of the inputs."""
-    extra = peak_extra(prepare, **arguments)
+    try:
+        extra = peak_extra(prepare, **arguments)
+    except OutOfTime as error:
+        return {"peak_extra_mb": str(error), "memory_of_inputs": None}
     return {
         "peak_extra_mb": None if extra is None else extra / 1e6,
         "memory_of_inputs": None if extra is None else extra / case.nbytes,

@@ -1,10 +1,9 @@
 """Triton's kernels, compiled ahead of time for GPUs that need not be there: what a program of each takes.
 
 One group a scale (see `launches`) and an architecture, whose contenders are what training launches, with a carried
-state; the time is that of compiling, or of finding the result in Triton's cache. Processes, as many as cores or
-`threads`, share the compiling; launches that are the same code compile once. Of one that does not compile, or that
-takes more shared memory than the chip has, that is said; the target is that nothing spills from registers to local
-memory. Nothing is run.
+state. Processes, as many as cores or `threads`, share the compiling; launches that are the same code compile once, and
+what is in Triton's cache is found in no time. Of one that does not compile, or that takes more shared memory than the
+chip has, that is said; the target is that nothing spills from registers to local memory. Nothing is run.
 
 Roofline: nothing is computed here. Beside each row for sm_90 stand the bytes and operations of the launch, the floor
 that they give on an H200, the resource that sets it, and the time that is predicted (see `roofline`). Registers (65536
@@ -80,20 +79,26 @@ class _Row(NamedTuple):
         return Contender(
             f"{code.kernels} {code.launch}, {code.dtype}",
             f"{self.scale} ({code.shape}), sm_{code.architecture}",
-            lambda: compiled.seconds,
             target=NO_SPILLS,
             numbers=partial(self._numbers, compiled),
-            once=True,
             missing=compiled.failure or _why_too_large(compiled.usage.shared, code.architecture),
         )
 
     def _numbers(self, compiled: Compiled) -> dict[str, Any]:
-        usage, (kernels, name, *_, architecture) = compiled.usage, self.code
-        numbers = {"registers": usage.registers, "shared_bytes": usage.shared, "spilled_bytes": usage.spilled}
-        if architecture != H200:
-            return numbers
+        usage = compiled.usage
+        numbers: dict[str, Any] = {
+            "registers": usage.registers,
+            "shared_bytes": usage.shared,
+            "spilled_bytes": usage.spilled,
+        }
+        if self.code.architecture == H200:
+            numbers |= self._of_hopper()
+        return numbers | {"compile_seconds": compiled.seconds}
+
+    def _of_hopper(self) -> dict[str, Any]:
+        kernels, name = self.code.kernels, self.code.launch
         work, (floor, resource) = work_of(kernels, name, self.launch), floor_of(kernels, name, self.launch)
-        numbers |= {
+        numbers = {
             "megabytes": work.bytes / 1e6,
             "gigaoperations": work.operations / 1e9,
             "floor_us": floor * 1e6,

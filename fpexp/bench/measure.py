@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any
 
+from fpexp.bench.progress import Progress
 from fpexp.errors import FpexpError
 
 LEAST_ROUNDS = 3
@@ -53,7 +54,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to time. `seconds` does its work once and returns how long that took.
+    """Something to time. `seconds` does its work once and returns how long that took; None where nothing is timed.
 
     Contenders of one `group` take turns; `baseline` is the one of the group that the ratio is taken to. `numbers` are
     what is told beside the times, such as iterations; they are asked for after the checks. With `once` the work is done
@@ -62,7 +63,7 @@ class Contender:
 
     name: str
     group: str
-    seconds: Callable[[], float]
+    seconds: Callable[[], float] | None = None
     check: Callable[[], Sequence[Check]] = tuple
     baseline: str | None = None
     target: Target | None = None
@@ -74,7 +75,7 @@ class Contender:
 @dataclass(frozen=True)
 class Rounds:
     """How often everything is timed: `repeats` rounds after `warmup` of them, fewer where `budget` seconds a group
-    are over, but never fewer than LEAST_ROUNDS unless asked for."""
+    are over, but never fewer than LEAST_ROUNDS after one unless asked for."""
 
     repeats: int
     warmup: int
@@ -128,19 +129,26 @@ def stopwatch(work: Callable[[], object]) -> Callable[[], float]:
 
 def measure(contenders: Sequence[Contender], rounds: Rounds) -> list[Row]:
     """Check all contenders, then time them, group by group. `CheckFailed` where one is wrong: nothing is timed then."""
-    present = [contender for contender in contenders if not contender.missing]
-    checks = {id(contender): _checked(contender) for contender in present}
-    numbers = {id(contender): contender.numbers() for contender in present}
+    present, say = [contender for contender in contenders if not contender.missing], Progress()
+    checks: dict[int, tuple[Check, ...]] = {}
+    numbers: dict[int, Mapping[str, Any]] = {}
     seconds: dict[int, list[float]] = {}
+    for contender in present:
+        checks[id(contender)] = _checked(contender)
+        say(f"checked {len(checks)} of {len(present)}: {contender.group}, {contender.name}")
+    for contender in present:
+        numbers[id(contender)] = contender.numbers()
+        say(f"memory and counts of {len(numbers)} of {len(present)}: {contender.group}, {contender.name}")
     for group in dict.fromkeys(contender.group for contender in present):
-        members = [contender for contender in present if contender.group == group]
-        seconds |= {id(contender): [contender.seconds()] for contender in members if contender.once}
-        seconds |= _interleave([contender for contender in members if not contender.once], rounds)
-    medians = {(c.group, c.name): median(seconds[id(c)]) for c in present}
+        timed = {id(c): (c.seconds, c.once) for c in present if c.group == group and c.seconds}
+        seconds |= {key: [work()] for key, (work, once) in timed.items() if once}
+        seconds |= _interleave({key: work for key, (work, once) in timed.items() if not once}, rounds)
+        say(f"timed {len(seconds)} of {len(present)}: {group}")
+    medians = {(c.group, c.name): median(seconds[id(c)]) for c in present if c.seconds}
     return [
         Row(
             contender,
-            tuple(seconds[id(contender)]),
+            tuple(seconds.get(id(contender), ())),
             _ratio(medians, contender),
             checks[id(contender)],
             numbers[id(contender)],
@@ -163,17 +171,19 @@ def _checked(contender: Contender) -> tuple[Check, ...]:
     return checks
 
 
-def _interleave(contenders: Sequence[Contender], rounds: Rounds) -> dict[int, list[float]]:
-    for _ in range(rounds.warmup):
-        for contender in contenders:
-            contender.seconds()
-    found: dict[int, list[float]] = {id(contender): [] for contender in contenders}
+def _interleave(works: Mapping[int, Callable[[], float]], rounds: Rounds) -> dict[int, list[float]]:
     end = time.perf_counter() + rounds.budget
+    for number in range(rounds.warmup):
+        if number and time.perf_counter() > end:
+            break
+        for work in works.values():
+            work()
+    found: dict[int, list[float]] = {key: [] for key in works}
     for number in range(rounds.repeats):
         if number >= LEAST_ROUNDS and time.perf_counter() > end:
             break
-        for contender in contenders:
-            found[id(contender)].append(contender.seconds())
+        for key, work in works.items():
+            found[key].append(work())
     return found
 
 

@@ -21,6 +21,13 @@ from fpexp.errors import FpexpError
 
 _LARGE = 2**16  # bytes; smaller blocks come from a heap that is resident already
 
+MOST_SECONDS = 90.0
+"""For one process, most of which is its start: 5 to 9 beside two trainings on two cores."""
+
+
+class OutOfTime(FpexpError):
+    """A process took longer than MOST_SECONDS."""
+
 
 def peak_extra(prepare: Callable[..., Callable[[], object]], **arguments: Any) -> int | None:
     """Return the bytes that the work which `prepare(**arguments)` returns needs beyond what is resident before it.
@@ -28,13 +35,17 @@ def peak_extra(prepare: Callable[..., Callable[[], object]], **arguments: Any) -
     `prepare` is a function of a module, its arguments are plain values. Results that the work returns count.
     """
     name = f"{prepare.__module__}:{prepare.__qualname__}"
-    done = subprocess.run(
-        [sys.executable, "-m", "fpexp.bench.memory", name, json.dumps(arguments)],
-        env=child_environment(MALLOC_MMAP_THRESHOLD_=str(_LARGE)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "fpexp.bench.memory", name, json.dumps(arguments)],
+            env=child_environment(MALLOC_MMAP_THRESHOLD_=str(_LARGE)),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=MOST_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OutOfTime(f"not within {error.timeout:g} s") from error
     if done.returncode:
         reason = next(iter(done.stderr.strip().splitlines()[-1:]), f"exit code {done.returncode}")
         raise FpexpError(f"the memory of {name} could not be measured: {reason}")

@@ -73,8 +73,10 @@ def show(name: str, rows: Sequence[Row]) -> None:
     for group in dict.fromkeys(row.contender.group for row in rows):
         members = [row for row in rows if row.contender.group == group]
         columns = {"contender": [row.contender.name for row in members]}
-        columns["median"] = [_duration(row.median_s) for row in members]
-        if not all(row.contender.once for row in members):
+        timed = [row.contender for row in members if row.contender.seconds]
+        if timed:
+            columns["median"] = [_duration(row.median_s) for row in members]
+        if not all(contender.once for contender in timed):
             columns["quartiles"] = [_spread(row) for row in members]
             columns["rounds"] = [str(len(row.seconds) or "-") for row in members]
         if any(row.contender.baseline for row in members):

@@ -42,8 +42,8 @@ class Kernel:
     """A compiled loop over independent tasks, `function(first, last, *arguments)`; `jit` is numba's `njit`.
 
     The machine code is kept on disk (NUMBA_CACHE_DIR, __pycache__ beside the source or the user's cache folder).
-    It is compiled anew when a file of `fpexp.ops` changes. Where no folder can be written, every process compiles for
-    itself, and says so.
+    It is compiled anew when a file of `fpexp.ops` changes, but for Triton's. Where no folder can be written, every
+    process compiles for itself, and says so.
     """
 
     def __init__(self, jit: Callable[..., Any], function: Callable[..., None], **options: Any) -> None:
@@ -104,7 +104,8 @@ class Kernel:
 def _stamp(compiled: Any) -> Any:
     """Let what is cached be valid for all that kernels are made of: numba looks at the kernel's own file alone."""
     if hasattr(compiled, "_cache"):
-        sources = [file.stat() for file in sorted(Path(__file__).parent.rglob("*.py"))]
+        files = [file for file in sorted(Path(__file__).parent.rglob("*.py")) if file.name != "triton.py"]
+        sources = [file.stat() for file in files]
         compiled._cache._cache_file._source_stamp = tuple((stat.st_mtime, stat.st_size) for stat in sources)
     return compiled
 

@@ -15,7 +15,7 @@ import torch
 
 import fpexp
 from fpexp.bench.device import correctness, peers, solves, subjects
-from fpexp.bench.device.__main__ import PARTS, main, show
+from fpexp.bench.device.__main__ import PARTS, main, show, verdict
 from fpexp.bench.device.part import Finding, Setup
 from fpexp.bench.device.runner import Part, run_parts
 from fpexp.bench.launches import KERNELS
@@ -64,16 +64,18 @@ def test_every_part_does_its_work(found: dict[str, list[Finding]]) -> None:
 def test_the_script(tmp_path: Path) -> None:
     """From another folder, without an environment."""
     file = tmp_path / "new" / "check.json"
-    command = [str(ROOT / "scripts" / "gpu_check.sh"), str(file), "parts=versions,learning", "--rehearse"]
+    command = [str(ROOT / "scripts" / "gpu_check.sh"), str(file), "parts=versions,offsets", "--rehearse"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "HOME": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     written = json.loads(file.read_text())
     assert written["rehearsal"]
-    assert {row["part"] for row in written["rows"]} == {"versions", "learning"}
+    assert {row["part"] for row in written["rows"]} == {"versions", "offsets"}
     assert not [row for row in written["rows"] if row["error"]]
     table = done.stdout[done.stdout.index("part  ") :]
-    assert table.splitlines()[-1] == f"rows: {file}"
+    checks = sum(row["good"] is not None for row in written["rows"])
+    assert table.splitlines()[-2:] == [f"rows: {file}", f"all {checks} checks passed"]
+    assert "Warning" not in done.stderr
     assert all(row["what"] in table for row in written["rows"])
 
 
@@ -82,11 +84,10 @@ def test_a_faulty_part_leaves_the_others(importable: None, capsys: pytest.Captur
     parts = [
         Part("faulty", faulty_part.__name__, limit=100, item_limit=2),
         Part("absent", "no.such.part", limit=60),
-        Part("versions", "fpexp.bench.device.versions", limit=60),
     ]
     told: list[str] = []
     rows = run_parts(parts, 200, rehearse=True, after=lambda part, rows: told.append(part.name))
-    assert told == ["faulty", "absent", "versions"]
+    assert told == ["faulty", "absent"]
     said = {(row["part"], row["item"]): row["error"] for row in rows}
     assert said == {
         ("faulty", "good"): "",
@@ -96,8 +97,13 @@ def test_a_faulty_part_leaves_the_others(importable: None, capsys: pytest.Captur
         ("faulty", "after"): "",
         ("faulty", "last"): "stopped after 2 s",
         ("absent", ""): "ModuleNotFoundError: No module named 'no'",
-        ("versions", "versions"): "",
     }
+    assert verdict(rows) == (
+        "5 of 5 checks failed: faulty: raises; faulty: crashes; faulty: hangs; faulty: last; absent"
+    )
+    good = {"part": "offsets", "what": "x", "good": True}
+    assert verdict([good, good, {**good, "good": None}]) == "all 2 checks passed"
+    assert verdict([{**good, "good": None}]) == "nothing to check in these parts"
     show(rows)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "hangs" in line]
     assert line.split() == ["faulty", "hangs", "stopped", "after", "2", "s", "BAD"]

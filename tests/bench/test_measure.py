@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from fpexp.bench import progress
 from fpexp.bench.measure import Check, CheckFailed, Contender, Rounds, Row, Target, measure, stopwatch
 
 ROUNDS = Rounds(repeats=3, warmup=1, budget=60.0)
@@ -96,11 +97,38 @@ def test_once_is_once_and_first(fake: Fakes) -> None:
     assert rows[1].quartiles_s == (7.0, 7.0)
 
 
+def test_what_is_not_timed_has_its_numbers(fake: Fakes) -> None:
+    counted = Contender("counted", "", numbers=lambda: {"registers": 96}, target=Target("registers", at_most=255))
+    row, other = measure([counted, fake("a", baseline="counted")], ROUNDS)
+    assert (row.seconds, row.median_s, row.numbers, row.met) == ((), None, {"registers": 96}, True)
+    assert (len(other.seconds), other.ratio) == (3, None)
+
+
 def test_the_budget_ends_the_rounds_but_not_before_three(fake: Fakes) -> None:
     (row,) = measure([fake("a")], Rounds(repeats=50, warmup=0, budget=1e-9))
     assert len(row.seconds) == 3
     (row,) = measure([fake("a")], Rounds(repeats=2, warmup=0, budget=1e-9))
     assert len(row.seconds) == 2
+
+
+def test_the_budget_ends_the_warm_up_but_not_before_one_round(fake: Fakes) -> None:
+    measure([fake("a")], Rounds(repeats=1, warmup=50, budget=1e-9))
+    assert fake.log == ["check a", "a", "a"]
+
+
+def test_what_takes_long_says_how_far_it_is(
+    fake: Fakes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "SAY_EVERY", 0.0)
+    measure([fake("a", group="1"), fake("b", group="2")], Rounds(1, 0, 60.0))
+    assert capsys.readouterr().out.splitlines() == [
+        "checked 1 of 2: 1, a",
+        "checked 2 of 2: 2, b",
+        "memory and counts of 1 of 2: 1, a",
+        "memory and counts of 2 of 2: 2, b",
+        "timed 1 of 2: 1",
+        "timed 2 of 2: 2",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from fpexp.bench import memory, selective_scan
+from fpexp.bench import complexity, memory, selective_scan
+from fpexp.bench.differentiated import extra_memory
 from fpexp.errors import FpexpError
 
 WORK = """
@@ -22,6 +23,10 @@ def prepare(kept, dropped):
 
 def fail():
     raise ValueError("no such thing")
+
+def hang():
+    import time
+    time.sleep(600)
 """
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="the high-water mark is Linux's")
@@ -48,6 +53,16 @@ def test_what_is_kept_and_what_is_dropped_both_count(work: ModuleType, kept: int
 def test_a_failure_says_what_happened(work: ModuleType) -> None:
     with pytest.raises(FpexpError, match="work_of_test:fail could not be measured: ValueError: no such thing"):
         memory.peak_extra(work.fail)
+
+
+def test_what_hangs_is_ended_and_the_row_says_so(work: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MOST_SECONDS", 0.5)
+    with pytest.raises(memory.OutOfTime, match=r"not within 0\.5 s"):
+        memory.peak_extra(work.hang)
+    numbers = complexity._memory(["experiment=table2_complexity"], size=1, length=16, threads=1)
+    assert numbers == {"peak_MB": "not within 0.5 s"}
+    case = selective_scan.make_case(1, 2, 3, 4)
+    assert extra_memory(work.hang, case) == {"peak_extra_mb": "not within 0.5 s", "memory_of_inputs": None}
 
 
 def test_elsewhere_there_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

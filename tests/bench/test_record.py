@@ -76,9 +76,16 @@ def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_time_that_is_taken_once_has_no_quartiles(capsys: pytest.CaptureFixture[str]) -> None:
-    record.show("", [Row(Contender("kernel", "", lambda: 0.0, once=True), (0.5,), numbers={"registers": 96})])
+    record.show("", [Row(Contender("start", "", lambda: 0.0, once=True), (0.5,), numbers={"files": 96})])
     assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        ["contender", "median", "registers"], ["kernel", "500", "ms", "96"]
+        ["contender", "median", "files"], ["start", "500", "ms", "96"]
+    ]  # fmt: skip
+
+
+def test_what_is_not_timed_has_no_times(capsys: pytest.CaptureFixture[str]) -> None:
+    record.show("", [Row(Contender("kernel", ""), numbers={"registers": 96, "compile_seconds": 0.5})])
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["contender", "registers", "compile", "seconds"], ["kernel", "96", "0.5"]
     ]  # fmt: skip
 
 

@@ -67,8 +67,8 @@ def run(arguments: Arguments, backend: str) -> dict[str, Tensor]:
     return {"o": outputs[0].detach(), "S": outputs[1].detach()} | named
 
 
-def check(arguments: Arguments, tolerance: float | None = None) -> None:
-    """Within `tolerance` of the largest number, of the type that the op promises."""
+def check(arguments: Arguments, tolerance: float | None = None) -> dict[str, Tensor]:
+    """Within `tolerance` of the largest number, of the type that the op promises; return what is found."""
     found = run(arguments, "triton")
     exact = run({name: None if t is None else t.double() for name, t in arguments.items()}, "reference")
     dtype = arguments["v"].dtype
@@ -78,13 +78,14 @@ def check(arguments: Arguments, tolerance: float | None = None) -> None:
         assert (found[name].shape, found[name].dtype) == (expected.shape, promised[name.removeprefix("d")]), name
         error = (found[name].double() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
         assert error <= (tolerance or TOLERANCE[dtype]), f"{name}: {error}"
+    return found
 
 
 @DTYPES
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths(length: int, dtype: torch.dtype) -> None:
     """Of a single number, which may be a difference of larger ones, bfloat16 need not have two digits."""
-    check(inputs(length, dtype, batch=2 if length < 4 else 1, heads=3 if length < 20 else 1))
+    check(inputs(length, dtype, batch=2 if length < 4 else 1, heads=2 if length < 20 else 1))
 
 
 @DTYPES
@@ -111,11 +112,10 @@ def test_without_a_decay_or_a_state(decay: bool, state: bool) -> None:
 @pytest.mark.parametrize("size", [8, 24, 48, 72, 100])
 def test_head_sizes(size: int) -> None:
     """CASES.md 11; more than one block of K and of V from 48 on."""
-    check(inputs(5, K=size, V=3))
-    check(inputs(18, torch.bfloat16, K=3, V=size, heads=3))
     arguments = inputs(3, K=size, V=size)
-    first, second = run(arguments, "triton"), run(arguments, "triton")
+    first, second = check(arguments), run(arguments, "triton")
     assert all(torch.equal(first[name], second[name]) for name in first)
+    check(inputs(3, torch.bfloat16, K=3, V=size, heads=3))
 
 
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (100, 130), (130, 20)])

@@ -20,7 +20,7 @@ usage: scripts/gpu_check.sh [<file>] [parts=<name>,...] [--rehearse]
 Checks and times everything on one GPU, in under eight minutes, with torch, triton and numba alone: each kernel against
 the float64 reference, then against its floor; training steps; solves; a short run on A5. Prints a table last and writes
 JSON to <file>, results/gpu_check/<time>.json by default. --rehearse does it all on the CPU at tiny sizes, where the
-times mean nothing. Exit code 1 where a part failed or a number is wrong.
+times mean nothing. The last line is the verdict; exit code 1 where a part failed or a number is wrong.
 
 parts: {parts}"""
 
@@ -70,6 +70,7 @@ def main(words: list[str]) -> int:
     rows = run_parts(parts, slow * BUDGET, rehearse, after)
     show(rows)
     note(f"rows: {file}")
+    note(verdict(rows))
     return 0 if all(row["good"] is not False for row in rows) else 1
 
 
@@ -93,6 +94,15 @@ def show(rows: list[Row]) -> None:
         for row in rows
     ]
     print_table("", ["part", "what", "found", "against", ""], cells)
+
+
+def verdict(rows: list[Row]) -> str:
+    """Return in a line how many of the rows that are held against something are not good, and which."""
+    checks = [row for row in rows if row["good"] is not None]
+    failed = [": ".join(filter(None, (row["part"], row["what"]))) for row in checks if not row["good"]]
+    if failed:
+        return f"{len(failed)} of {len(checks)} checks failed: {'; '.join(failed)}"
+    return f"all {len(checks)} checks passed" if checks else "nothing to check in these parts"
 
 
 def _check_gpu() -> None:

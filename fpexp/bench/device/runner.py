@@ -27,6 +27,9 @@ POLL = 0.05
 START = 45.0
 """Seconds that a child may take to import torch and find the device."""
 
+REHEARSAL = {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore::RuntimeWarning:triton.runtime.interpreter"}
+"""Variables of its children: NumPy warns of infinities and of NaN in unused memory, which kernels mask as on a GPU."""
+
 Row = dict[str, Any]
 """A finding (see `part.Finding`), with `part`, `item` and `error`, which is empty where there is none."""
 
@@ -100,8 +103,8 @@ def _failure(item: str, error: str) -> Row:
 
 def _watch(command: list[str], log: Path, end: float, item_limit: float, rehearse: bool) -> str:
     """Wait for a child; return how it ended, or empty where all went well. Its whole group ends with it."""
-    variables = {"TRITON_INTERPRET": "1"} if rehearse else {}
-    child = subprocess.Popen(command, env=child_environment(**variables), start_new_session=True, stdout=STDERR)
+    environment = child_environment(**(REHEARSAL if rehearse else {}))
+    child = subprocess.Popen(command, env=environment, start_new_session=True, stdout=STDERR)
     size, moved, how = 0, time.monotonic(), ""
     try:
         while child.poll() is None and not how:

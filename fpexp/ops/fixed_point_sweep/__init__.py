@@ -55,6 +55,22 @@ class SweepTerms:
         }
         check_shapes("FP-Mamba", shapes)
 
+    def read_by_kernels(self) -> dict[str, Tensor | None]:
+        """Return all tensors but H by the names that kernels of a GPU have for them, contiguous."""
+        norm_weight, norm_bias, _ = self.norm or (None, None, 0.0)
+        tensors = {
+            "from_x": self.from_x,
+            "weight": self.weight,
+            "x": self.x,
+            "A": self.A,
+            "D": self.D,
+            "norm_weight": norm_weight,
+            "norm_bias": norm_bias,
+            "carried": self.y,
+            "mask": self.mask,
+        }
+        return {name: None if tensor is None else tensor.contiguous() for name, tensor in tensors.items()}
+
 
 def sweep(
     terms: SweepTerms, form: MixerForm | None, settings: SweepSettings, backend: str = "auto"

@@ -1,4 +1,7 @@
-"""A launch of a Triton kernel: run on tensors, or compiled from their types for a GPU that need not be there."""
+"""A launch of a Triton kernel: run on tensors, or compiled from their types for a GPU that need not be there.
+
+And the product of tiles, which the interpreter has its own way of.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ _TYPES = {
 COMPUTE = {torch.float64: tl.float64}
 """What kernels compute in, by type of x; float32 for all else."""
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """The interpreter multiplies the bits of bfloat16 numbers, as if they were integers, and knows not all precisions."""
 
 
@@ -119,3 +122,15 @@ def _usage(compiled: Any, capability: int) -> Usage:
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     fields = dict(word.split(":", 1) for word in told.split() if word.count(":") == 1)
     return Usage(int(fields["REG"]), int(compiled.metadata.shared), int(fields["STACK"]))
+
+
+@triton.jit
+def product(a, b, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
+    """The matrix product of tiles, summed in COMPUTE; `bf16` makes factors bfloat16, all else is as `tl.dot` has it."""
+    if PRECISION == "bf16":
+        a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+    if _INTERPRETED:
+        product = tl.dot(a.to(COMPUTE), b.to(COMPUTE), input_precision="ieee", out_dtype=COMPUTE)
+    else:
+        product = tl.dot(a, b, input_precision="tf32" if PRECISION == "bf16" else PRECISION, out_dtype=COMPUTE)
+    return product

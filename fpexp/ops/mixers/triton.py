@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from fpexp.ops.l2norm import EPSILON
-from fpexp.ops.launch.triton import INTERPRETED
+from fpexp.ops.launch.triton import product
 from fpexp.ops.mixers import Columns, MixerForm
 
 _KINDS = {"householder": 0, "dplr": 1, "kronecker": 2}
@@ -189,10 +189,7 @@ def add_from_s(
                 in_weight = source[None, :] * width + channel[:, None]
                 rows = tl.load(s + channel[None, :], inside & (channel < width)[None, :], other=0)
                 block = tl.load(weight + in_weight, (source >= 0)[None, :] & (channel < width)[:, None], other=0)
-                rows = rows.to(block.dtype)
-                if INTERPRETED and block.dtype.primitive_bitwidth == 16:
-                    rows, block = rows.to(tl.float32), block.to(tl.float32)
-                total += tl.dot(rows, block, input_precision=PRECISION, out_dtype=total.dtype)
+                total += product(rows.to(block.dtype), block, total.dtype, PRECISION)
         tl.store(p + column[None, :], total, there)
 
 

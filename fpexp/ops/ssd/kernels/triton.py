@@ -10,16 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fpexp.ops.launch.triton import INTERPRETED
-
-
-@triton.jit
-def _product(a, b, COMPUTE: tl.constexpr, PRECISION: tl.constexpr):
-    if PRECISION == "bf16":
-        a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
-        if INTERPRETED:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision="tf32" if PRECISION == "bf16" else PRECISION, out_dtype=COMPUTE)
+from fpexp.ops.launch.triton import product
 
 
 @triton.jit
@@ -72,7 +63,7 @@ def _scores(left, right, stride, inside, size, BLOCK: tl.constexpr, COMPUTE: tl.
     for i in tl.range(0, size, BLOCK, num_stages=1):
         rows = _load(left, stride, inside, i, size, BLOCK, COMPUTE)
         columns = _load(right, stride, inside, i, size, BLOCK, COMPUTE)
-        scores += _product(rows, tl.trans(columns), COMPUTE, PRECISION)
+        scores += product(rows, tl.trans(columns), COMPUTE, PRECISION)
     return scores
 
 
@@ -86,7 +77,7 @@ def _of_states(
     for n in tl.range(0, N, ROWS, num_stages=1):
         in_state, there = _in_state(n, p, N, P, ROWS, COLUMNS)
         row = _load(rows, stride, inside, n, N, ROWS, COMPUTE)
-        found += _product(row, tl.load(states + in_state, there, other=0), COMPUTE, PRECISION)
+        found += product(row, tl.load(states + in_state, there, other=0), COMPUTE, PRECISION)
     return found
 
 
@@ -108,7 +99,7 @@ def across(
         for n in tl.range(0, N, ROWS, num_stages=1):
             row = _load(rows + of_group * N, groups * N, inside, n, N, ROWS, COMPUTE)
             in_state, there = _in_state(n, p, N, P, ROWS, COLUMNS)
-            found = _product(tl.trans(row), column, COMPUTE, PRECISION)
+            found = product(tl.trans(row), column, COMPUTE, PRECISION)
             tl.store(sums + program * N * P + in_state, found, there)
 
 
@@ -128,7 +119,7 @@ def outputs(
     for p in tl.range(0, P, COLUMNS, num_stages=1):
         y_tile = _of_states(c, states, groups * N, inside, p, N, P, ROWS, COLUMNS, COMPUTE, PRECISION)
         x_tile = _load(x + of_head * P, heads * P, inside, p, P, COLUMNS, COMPUTE)
-        y_tile = since[:, None] * y_tile + _product(weighted, step[:, None] * x_tile, COMPUTE, PRECISION)
+        y_tile = since[:, None] * y_tile + product(weighted, step[:, None] * x_tile, COMPUTE, PRECISION)
         _store(y + of_head * P, y_tile + skip * x_tile, heads * P, inside, p, P)
 
 
@@ -153,9 +144,9 @@ def of_b_or_c(
         for p in tl.range(0, P, COLUMNS, num_stages=1):
             in_state, there = _in_state(n, p, N, P, ROWS, COLUMNS)
             column = _load(columns, heads * P, inside, p, P, COLUMNS, COMPUTE)
-            tile += _product(column, tl.trans(tl.load(states + in_state, there, other=0)), COMPUTE, PRECISION)
+            tile += product(column, tl.trans(tl.load(states + in_state, there, other=0)), COMPUTE, PRECISION)
         row = _load(rows, groups * N, inside, n, N, ROWS, COMPUTE)
-        tile = weight[:, None] * tile + _product(dscores, row, COMPUTE, PRECISION)
+        tile = weight[:, None] * tile + product(dscores, row, COMPUTE, PRECISION)
         _store(found, tile, heads * N, inside, n, N)
 
 
@@ -191,7 +182,7 @@ def of_x_and_delta(
         dy = _load(grad_y, heads * P, inside, p, P, COLUMNS, COMPUTE)
         to_end += tl.sum(x_tile * du, 1)
         of_D += tl.sum(dy * x_tile, 1)
-        du += _product(weighted, dy, COMPUTE, PRECISION)
+        du += product(weighted, dy, COMPUTE, PRECISION)
         of_u += tl.sum(du * x_tile, 1)
         _store(dx, step[:, None] * du + skip * dy, heads * P, inside, p, P)
     whole = tl.zeros([512], COMPUTE)
