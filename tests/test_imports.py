@@ -229,6 +229,53 @@ assert "torch" not in sys.modules
 """)
 
 
+def test_without_compilers_and_a_gpu_every_model_trains() -> None:
+    """CASES.md 38, without numba too, whose kernels may have to be compiled first: import, help, a run, two steps of
+    every model; each fall-back is said once, and asking for Triton is one line before a run begins.
+    """
+    run("""
+import contextlib, io, os, sys, tempfile
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+sys.modules["triton"] = sys.modules["numba"] = None
+os.chdir(tempfile.mkdtemp())
+import torch
+from fpexp.build import build
+from fpexp.cli import main
+from fpexp.config.catalogue import choices
+from fpexp.config.compose import compose
+from fpexp.evaluation.metrics import summed_loss
+from fpexp.training.optimizer import make_optimizer
+
+def train(*words):
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        code = main(["train", *words])
+    return code, out.getvalue(), err.getvalue().splitlines()
+
+words = ["task=a4", "model.d_model=8", "training.batch_size=2", "task.lengths.max=2", "training.steps=2"]
+words += ["evaluation.lengths=[2]", "evaluation.samples=2", "evaluation.validation_samples=2"]
+assert train("task=a4", "model=mamba", "--help")[0] == 0
+code, out, told = train("model=fp_mamba_h", *words)
+assert (code, out.count("device=auto: cpu (no GPU here)")) == (0, 1), told
+for model in choices("model"):
+    heads = ["model.head_size=16"] if "mamba2" in model else []
+    experiment = build(compose([f"model={model}", *words, *heads]))
+    optimizer, source = make_optimizer(experiment.model, experiment.config.training), torch.Generator()
+    for _ in range(2):
+        batch = experiment.task.sample(2, 2, source)
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            logits = experiment.model(batch.inputs, experiment.schedule.training_cap(2, source)).logits
+        told += err.getvalue().splitlines()
+        summed_loss(logits, batch.targets).backward()
+        optimizer.step()
+assert len(told) == len(set(told)) > 0, told
+assert all("backend=reference" in line and "pip install numba" in line for line in told), told
+for solver in ("sequential", "picard"):
+    code, _, told = train("model=fp_mamba_h", *words, f"solver={solver}", "solver.backend=triton")
+    assert (code, len(told)) == (2, 1), told
+assert len(os.listdir("results/runs")) == 1
+""")
+
+
 def test_the_computing_rooms_need_torch_alone() -> None:
     """They import, build a run from a resolved config in JSON, train a step and measure, with the rest absent."""
     rooms = ("ops", "channel_mixers", "fixed_point", "models", "tasks", "training", "evaluation", "data")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import fpexp
 from fpexp.bench import kernels, roofline
 from fpexp.bench.compiling import Code, Compiled, compile_all
 from fpexp.bench.context import Context, child_environment
@@ -77,6 +79,26 @@ def test_every_launch_is_counted(name: str) -> None:
         predicted = roofline.predict(name, launch, made)
         assert predicted is not None
         assert floor < predicted[0] < predicted[1]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_products_of_float32_keep_its_digits(name: str) -> None:
+    """CASES.md 14: one pass of TF32, which is Triton's own choice for float32, has three digits."""
+    for launch in KERNELS[name].launches(SCALES["cpu"], torch.float32).values():
+        given = {launch.arguments.get(word, "ieee") for word in ("PRECISION", "SQUARE", "INVERSE")}
+        assert given <= {"ieee", "tf32x3"}, launch.kernel
+
+
+def test_no_product_is_left_to_triton() -> None:
+    """CASES.md 14: each says its precision."""
+    found = [
+        call
+        for file in (Path(fpexp.__file__).parent / "ops").rglob("triton.py")
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "tl.dot"
+    ]
+    assert found
+    assert all("input_precision" in {keyword.arg for keyword in call.keywords} for call in found)
 
 
 def test_predictions_are_of_what_is_counted() -> None:

@@ -69,7 +69,9 @@ def wrong_scan(factor: float, gradient: float) -> Any:
 )
 def test_a_wrong_scan_is_found(monkeypatch: pytest.MonkeyPatch, factor: float, gradient: float, what: str) -> None:
     """At norm=none: a LayerNorm would take a factor out again."""
-    cpu = pytest.importorskip("fpexp.ops.selective_scan.cpu")
+    pytest.importorskip("numba")
+    from fpexp.ops.selective_scan import cpu
+
     experiment = tiny("model=fp_mamba_h", "model.norm=none")
     batch = sample(experiment)
     monkeypatch.setattr(cpu, "selective_scan", wrong_scan(factor, gradient))
@@ -110,7 +112,9 @@ def test_posed_problems_are_those_of_every_layer() -> None:
 
 def test_the_reference_of_the_checks_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fused scan must not be its own judge."""
-    cpu = pytest.importorskip("fpexp.ops.selective_scan.cpu")
+    pytest.importorskip("numba")
+    from fpexp.ops.selective_scan import cpu
+
     experiment = tiny("model=fp_mamba_h")
     (layer,) = posed(experiment.model.eval(), sample(experiment).inputs)
     found = Sequential(tolerance=0.1).solve(layer.problem(), Cap(100), training=False)

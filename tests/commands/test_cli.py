@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,25 @@ def test_a_run_leaves_its_folder(cli: CommandLine) -> None:
     saved = run.config()
     assert (saved.device, saved.precision) == ("cpu", "float32")
     assert not list(run.path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("mode", ["auto", "online"])
+def test_without_network_key_or_wandb_a_run_finishes(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """CASES.md 37: nothing is asked, one line says so, and the rows are where they always are."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    answer = cli("train", "task=a4", "model=lstm", *TINY, "tracking=wandb", f"tracking.mode={mode}")
+    assert answer.code == 0, answer.err
+    (line,) = answer.err.splitlines()
+    assert line.startswith("warning: ")
+    assert "wandb" in line
+    assert "not installed" in line
+    (run,) = cli.runs()
+    assert run.status()["state"] == "finished"
+    assert [row["step"] for row in read_rows(run.metrics) if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert [row["length"] for row in read_rows(run.curve)] == [2, 4]
 
 
 def test_ids_never_collide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,30 @@ def test_caps_and_training_change_nothing() -> None:
     assert torch.equal(plain.iterations, other.iterations)
 
 
+def test_cap_reached_has_the_true_residual() -> None:
+    """CASES.md 2: z <- 0.999 z + 1, from zero, cap 5."""
+    result = sweep(
+        Recurrence(torch.full((1, 1, 1), 0.999, dtype=torch.float64)), tolerance=1e-6, inner_max_iterations=5
+    )
+    iterates = [0.0]
+    for _ in range(5):
+        iterates.append(0.999 * iterates[-1] + 1)
+    assert result.status.tolist() == [Status.CAP_REACHED]
+    assert result.iterations.tolist() == [5]
+    assert result.value.item() == pytest.approx(iterates[4], rel=1e-12)
+    assert result.residual.item() == pytest.approx((iterates[5] - iterates[4]) / iterates[5], rel=1e-12)
+
+
+def test_relative_and_absolute_tolerance_stop_at_different_counts() -> None:
+    """CASES.md 3, z <- 0.5 z + 1e4: iterate k is 2e4 (1 - 2^-k), and the steps are 1e4 2^-k."""
+    half, before = (torch.full((1, 1, 1), value, dtype=torch.float64) for value in (0.5, 9999.0))
+    problem = Recurrence(half, before)
+    counts = [int(sweep(problem, tolerance=1e-3, tolerance_kind=kind).iterations) for kind in ("relative", "absolute")]
+    steps = [2.0**-k for k in range(99)]
+    assert counts[0] == next(k for k, step in enumerate(steps) if step / (2 - step) <= 1e-3) + 1
+    assert counts[1] == next(k for k, step in enumerate(steps) if 1e4 * step <= 1e-3) + 1
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [

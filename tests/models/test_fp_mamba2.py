@@ -198,10 +198,13 @@ def test_the_fused_sweep_is_the_plain_one(mixer: str, norm: str, gate: str) -> N
         assert_same_sweep(head_layer(mixer, gate=gate, norm=norm).problem(random(5, 9, 4)))
 
 
-@pytest.mark.parametrize("head_size", [1, 5, 20, 40])
-def test_the_fused_sweep_at_other_heads(head_size: int) -> None:
-    """Heads of one channel, across registers, and one head; padded; where the map does not contract."""
-    layer = head_layer(Householder(40, rank=2, a_max=2.0), head_size=head_size, state_size=17, contracting=False)
+@pytest.mark.parametrize(
+    ("width", "head_size"),
+    [(40, 1), (40, 5), (40, 8), (40, 20), (40, 40), (48, 24), (96, 48), (72, 72), (200, 100)],
+)
+def test_the_fused_sweep_at_other_heads(width: int, head_size: int) -> None:
+    """CASES.md 11: heads of one channel, across registers, and one head; padded; where the map does not contract."""
+    layer = head_layer(Householder(width, rank=2, a_max=2.0), head_size=head_size, state_size=17, contracting=False)
     mask = torch.arange(6) < torch.tensor([6, 1, 4, 5, 6])[:, None]
     with torch.no_grad():
         problem = layer.problem(random(5, 6, 4), mask)

@@ -153,6 +153,7 @@ def test_every_parameter_of_the_built_model_learns(model: str, gradient: str, so
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().max() > 0, name
+    assert len(output.solves) == 2
     for solve in output.solves:
         assert (solve.backward is not None) == (gradient == "implicit")
         if solve.backward is not None:

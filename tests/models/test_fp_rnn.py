@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from typing import Any
@@ -279,6 +280,44 @@ def test_the_fused_sweep_is_the_plain_one(mixer: str, hidden_dependence: bool, a
             )
 
 
+def test_what_a_sweep_is_given_may_be_strided() -> None:
+    """CASES.md 12: transposed views give what contiguous copies give."""
+    problem = make_rnn("H2").problem(random(5, 4, 4))
+    views = problem._map(lambda tensor: tensor.detach().mT.contiguous().mT, problem.state)
+    views = dataclasses.replace(views, loop_weight=views.loop_weight.detach().T.contiguous().T)
+    assert not any(tensor.is_contiguous() for tensor in (views.v, views.from_x, views.loop_weight))
+    (expected, expected_state), (found, found_state) = (swept(part, "cpu") for part in (problem, views))
+    assert torch.equal(found.value, expected.value)
+    assert torch.equal(found_state.h, expected_state.h)
+
+
+@pytest.mark.parametrize("mixer", ["H2", "K-spectral"])
+def test_extreme_decays(mixer: str) -> None:
+    """CASES.md 9 and 10: lambda before its sigmoid from -3e4 to 3e4, so 0 and 1 beside each other."""
+    layer, values = make_rnn(mixer), [0.0, 10, -10, 20, -20, 88, -88, 1e3, -1e3, 3e4, -3e4, 1]
+    problem = layer.problem(random(2, 12, 4))
+    coefficients, decay = problem.from_x.detach().split([problem.columns.sizes[0], 6], dim=-1)
+    logits = torch.tensor(values, dtype=torch.float64)[:, None] * torch.tensor([1.0, -1, 1, 0, -1, 1])
+    from_x = torch.cat([coefficients, logits.expand_as(decay)], dim=-1)
+    problem = dataclasses.replace(problem, from_x=from_x)
+    (expected, _), (found, _) = (swept(problem, backend, inner_max_iterations=30) for backend in ("reference", "cpu"))
+    assert expected.value.isfinite().all()
+    torch.testing.assert_close(found.value, expected.value, rtol=1e-9, atol=1e-9)
+    assert torch.equal(found.status, expected.status)
+    results = []
+    for dtype, plain in ((torch.float64, True), (torch.float64, False), (torch.float32, False)):
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (from_x, problem.v.detach())]
+        weight = problem.loop_weight.detach().to(dtype)
+        state = State(*(tensor.to(dtype) for tensor in (problem.state.y, problem.state.h)))
+        given = dataclasses.replace(problem, from_x=leaves[0], v=leaves[1], loop_weight=weight, state=state)
+        with only_reference() if plain else contextlib.nullcontext():
+            f_y = given.evaluate(random(2, 12, 6, seed=1).to(dtype))
+            results.append([f_y.detach(), *torch.autograd.grad(f_y.sum(), leaves)])
+    for truth, exact, rounded in zip(*results, strict=True):
+        assert (exact - truth).abs().max() <= 1e-10 * truth.abs().max()
+        assert (rounded - truth).abs().max() <= 1e-4 * truth.abs().max()
+
+
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_padding_changes_nothing(backend: str) -> None:
     """CASES.md 18: the shorter sequences alone and padded in a batch; padded tokens are solved at once."""
@@ -295,16 +334,16 @@ def test_padding_changes_nothing(backend: str) -> None:
 
 @pytest.mark.parametrize("model", ["fp_rnn_h", "fp_rnn_k", "fp_rnn_dplr"])
 @pytest.mark.parametrize("gradient", ["one_step", "implicit"])
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_any_cut_decodes_as_one_pass(model: str, gradient: str, backend: str) -> None:
-    """CASES.md 17, two layers."""
+@pytest.mark.parametrize(("backend", "length"), [("reference", 34), ("cpu", 130)])
+def test_any_cut_decodes_as_one_pass(model: str, gradient: str, backend: str, length: int) -> None:
+    """CASES.md 17, two layers; the plain loop takes its time."""
     words = ["precision=float64", "model.layers=2", "model.channel_mixer.a_max=0.5", f"gradient={gradient}"]
     sequential = ["solver=sequential", "solver.tolerance=1e-10", f"solver.backend={backend}"]
     built = tiny(f"model={model}", *words, *sequential).model.eval()
-    inputs = torch.randint(12, (3, 34), generator=torch.Generator().manual_seed(0))
+    inputs = torch.randint(12, (3, length), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole = built(inputs).logits
-    for parts in ([16, 18], [1, 33], [1] * 34):
+    for parts in ([length // 2 - 1, length // 2 + 1], [1, length - 1], [1] * length):
         state, logits, sizes = None, [], set()
         for part in inputs.split(parts, dim=1):
             output, state = built.decode(part, state)

@@ -33,7 +33,13 @@ ATTACHED = {
     for gradient in ("implicit", "unrolled")
 }
 
-attached = pytest.mark.parametrize("words", [*SOLVED.values(), *ATTACHED.values()], ids=[*SOLVED, *ATTACHED])
+OTHERS = {
+    name: [f"model={name}"]
+    for name in ("fp_mamba2_h", "fp_rnn_k", "mamba", "mamba2", "gdn", "deltaproduct", "transformer")
+}
+EVERY = {**SOLVED, **ATTACHED, **OTHERS}
+
+attached = pytest.mark.parametrize("words", EVERY.values(), ids=EVERY)
 solved = pytest.mark.parametrize("words", SOLVED.values(), ids=SOLVED.keys())
 fp_solved = pytest.mark.parametrize("words", [w for n, w in SOLVED.items() if n != "lstm"], ids=lambda w: "-".join(w))
 
@@ -97,10 +103,12 @@ def test_two_forwards_before_one_backward(words: list[str]) -> None:
         torch.testing.assert_close(both, gradient)
 
 
-@pytest.mark.parametrize("name", ["k-picard", "h-sequential", "k-implicit", "h-unrolled", "lstm"])
+@pytest.mark.parametrize(
+    "name", ["k-picard", "h-sequential", "k-implicit", "h-unrolled", "lstm", "fp_mamba2_h", "fp_rnn_k", "mamba2", "gdn"]
+)
 def test_training_mixed_with_evaluation_holds_on_to_nothing(name: str) -> None:
     """CASES.md 5: twenty steps later no more tensors are alive."""
-    model = tiny(*{**SOLVED, **ATTACHED}[name]).model
+    model = tiny(*EVERY[name]).model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(seed: int) -> None:
@@ -201,6 +209,7 @@ def test_right_padding_changes_nothing(words: list[str], cap: Cap) -> None:
     mask = torch.arange(8) < lengths[:, None]
     with torch.no_grad():
         outputs = [model(tokens(4, 8).where(mask, padding), cap, mask) for padding in (0, 7)]
+        assert all(len(output.solves) == (0 if words == MODELS["lstm"] else 2) for output in outputs)
         for i, length in enumerate(lengths.tolist()):
             alone = model(tokens(4, 8)[i : i + 1, :length], cap)
             for output in outputs:

@@ -21,17 +21,18 @@ def turned(v: np.ndarray, t: int, base: float) -> np.ndarray:
     return np.concatenate([z.real, z.imag])
 
 
-def test_attention_by_hand() -> None:
-    """softmax over the tokens so far of q_t . k_s / sqrt(K), positions as rotations."""
+@pytest.mark.parametrize("size", [4, 8, 24, 48, 72, 100])
+def test_attention_by_hand(size: int) -> None:
+    """softmax over the tokens so far of q_t . k_s / sqrt(K), positions as rotations; K as in CASES.md 11."""
     torch.manual_seed(0)
-    layer = Attention(8, 2, 100.0).double()
-    u = random(5, 8)
+    layer = Attention(2 * size, 2, 100.0).double()
+    u = random(5, 2 * size)
     q, k, v = np.split(to_numpy(u) @ to_numpy(layer.in_projection.weight).T, 3, axis=-1)
-    expected = np.zeros((5, 8))
-    for head in (slice(0, 4), slice(4, 8)):
+    expected = np.zeros((5, 2 * size))
+    for head in (slice(0, size), slice(size, 2 * size)):
         for t in range(5):
             query = turned(q[t, head], t, 100.0)
-            scores = np.array([query @ turned(k[s, head], s, 100.0) / 2 for s in range(t + 1)])
+            scores = np.array([query @ turned(k[s, head], s, 100.0) / size**0.5 for s in range(t + 1)])
             weights = np.exp(scores) / np.exp(scores).sum()
             expected[t, head] = weights @ v[: t + 1, head]
     expected = expected @ to_numpy(layer.out_projection.weight).T

@@ -125,7 +125,7 @@ def test_forward_and_gradients(length: int, steps: int, decay: bool) -> None:
     check_against_reference(inputs(length, steps, decay=decay))
 
 
-@pytest.mark.parametrize("length", [7, 64, 129])
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @STEPS_AND_DECAY
 def test_lower_precision(length: int, dtype: torch.dtype, steps: int, decay: bool) -> None:

@@ -74,6 +74,26 @@ def test_where_the_map_does_not_contract(mixer: str) -> None:
     assert (found.tokens.iterations > 3).any()  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"tolerance": 1e-1},
+        {"inner_max_iterations": 5},
+        {"damping": 0.7},
+        {"damping_decay": 0.5},
+        {"patience": 8},
+        {"divergence_limit": 1.0},
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_every_option_changes_what_it_says(option: dict[str, float]) -> None:
+    """CASES.md 3, in the kernel as in the loop."""
+    layer = make_layer("H2", Sequential(tolerance=0.1), norm="layer_norm", contracting=False)
+    problem, usual = problem_of(layer, length=3), {"tolerance": 1e-3, "patience": 2, "inner_max_iterations": 20}
+    found, other = assert_same(problem, **usual), assert_same(problem, **usual | option)
+    assert not torch.equal(found.tokens.iterations, other.tokens.iterations)  # type: ignore[union-attr]
+
+
 def test_absolute_tolerance() -> None:
     layer = make_layer("H1", Sequential(tolerance=0.1))
     problem = problem_of(layer)
@@ -97,6 +117,18 @@ def test_carried_state() -> None:
         state = problem.advance(token, solve(problem, "reference").value[:, t : t + 1])
     rest = problem._map(lambda tensor: tensor[:, 4:], state)
     assert_close(assert_same(rest).value, solve(problem, "cpu").value[:, 4:], rtol=1e-5, atol=1e-5)
+
+
+def test_strided_views_are_as_contiguous_copies() -> None:
+    """CASES.md 12."""
+    problem = problem_of(make_layer("DPLR2", Sequential(tolerance=0.1), dependence=EVERYTHING), batch=5)
+    state = problem.initial_state()
+    state = dataclasses.replace(state, H=random(*state.H.shape, seed=1).mT.contiguous().mT)
+    views = problem._map(lambda tensor: tensor.mT.contiguous().mT, state)
+    views = dataclasses.replace(views, A=views.A.T.contiguous().T, loop_weight=views.loop_weight.T.contiguous().T)
+    assert not any(t.is_contiguous() for t in (views.x, views.from_x, views.A, views.loop_weight, views.state.H))
+    plain = dataclasses.replace(problem, state=dataclasses.replace(state, H=state.H.contiguous()))
+    assert torch.equal(assert_same(views).value, assert_same(plain).value)
 
 
 def test_nan_stays_in_its_sequence() -> None:

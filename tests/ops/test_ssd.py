@@ -110,6 +110,16 @@ def test_other_shapes(batch: int, heads: int, P: int, groups: int, N: int) -> No
     check(inputs(67, batch=batch, heads=heads, P=P, groups=groups, N=N))
 
 
+@pytest.mark.parametrize("size", [8, 24, 48, 72, 100])
+def test_head_sizes(size: int) -> None:
+    """CASES.md 11: as P and as N, correct and the same twice."""
+    check(inputs(65, torch.float32, batch=1, heads=2, P=size, groups=1, N=3))
+    arguments = inputs(65, torch.float32, batch=1, heads=2, P=3, groups=1, N=size)
+    check(arguments)
+    first, second = (ssd(**arguments, backend="cpu") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three chunks, the last padded."""
     monkeypatch.setattr(cpu, "_CHUNK", 2)

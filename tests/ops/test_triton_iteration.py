@@ -6,6 +6,7 @@ On a GPU or in the interpreter, which takes milliseconds a token and iteration, 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import subprocess
 import sys
@@ -26,7 +27,8 @@ from fpexp.models.fp_mamba_layer import Dependence
 from fpexp.models.fp_mamba_problem import FPMambaProblem, State
 from fpexp.ops.backend import only_reference
 
-iteration = pytest.importorskip("fpexp.ops.fixed_point_iteration.triton")
+pytest.importorskip("triton")
+iteration = importlib.import_module("fpexp.ops.fixed_point_iteration.triton")  # ours is no reason to pass over
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SOLVER = Picard(tolerance=0.1)
@@ -232,6 +234,20 @@ def test_non_finite_maps(number: float, training: bool) -> None:
         clean = solve(problem, "triton", 30, False)
         assert torch.equal(found.value[[0, 2]], clean.value[[0, 2]])
         assert torch.equal(found.iterations[[0, 2]], clean.iterations[[0, 2]])
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's
+def test_extreme_steps() -> None:
+    """Delta before the softplus from -3e4 to 3e4: decays of 1 and of 0 beside each other (CASES.md 9, 10)."""
+    problem = problem_of(layer_of("H2"), batch=1, length=6)
+    extremes = torch.tensor([0.0, 20, -88, 1e3, -3e4, 3e4], dtype=torch.float64, device=DEVICE)
+    before = problem.columns.sizes[0] + 2 * problem.columns.sizes[1]
+    delta = extremes[None, :, None] * torch.tensor([1.0, 0, 1, 1, 0, 1], device=DEVICE)
+    from_x = torch.cat([problem.from_x[..., :before], delta.double()], dim=-1)
+    weight = problem.loop_weight.clone()
+    weight[-6:] = 0
+    extreme = dataclasses.replace(problem, from_x=from_x, loop_weight=weight)
+    assert assert_same(extreme, Cap(4, stop_early=False)).value.isfinite().all()
 
 
 @pytest.mark.parametrize("cap", [Cap(6), Cap(6, stop_early=False)], ids=["early", "fixed"])

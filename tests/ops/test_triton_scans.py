@@ -142,7 +142,10 @@ def test_widths_of_the_selective_scan(batch: int, d: int, N: int) -> None:
     check(selective_scan, of_selective_scan(3, torch.float32, batch, d, N))
 
 
-@pytest.mark.parametrize(("heads", "P", "groups", "N"), [(1, 1, 1, 1), (4, 8, 2, 17), (3, 24, 3, 3), (1, 72, 1, 100)])
+@pytest.mark.parametrize(
+    ("heads", "P", "groups", "N"),
+    [(1, 1, 1, 1), (4, 8, 2, 17), (3, 24, 3, 3), (1, 48, 1, 9), (1, 72, 1, 100), (1, 100, 1, 8)],
+)
 def test_widths_of_ssd(heads: int, P: int, groups: int, N: int) -> None:
     check(ssd, of_ssd(19, torch.float32, 2, heads, P, groups, N))
 

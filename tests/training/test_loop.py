@@ -93,11 +93,13 @@ RESUMED = [
 
 @pytest.mark.parametrize(("model", "words"), RESUMED, ids=[model for model, _ in RESUMED])
 def test_resumed_twice_is_the_unbroken_run_to_the_bit(tmp_path: Path, model: str, words: list[str]) -> None:
-    """40 steps, against 13 + 11 + 16: losses, learning rates, weights, data, and every other number in the rows."""
+    """40 steps, against 13 + 11 + 16, the first of them in the warm-up: losses, learning rates, weights, data, and
+    every other number in the rows.
+    """
     config = tiny(
         tmp_path,
         "training.steps=40",
-        "training.warmup_steps=5",
+        "training.warmup_steps=18",
         "training.evaluate_every=8",
         "training.checkpoint_every=7",
         "task.lengths.mastery=0.1",
@@ -194,6 +196,7 @@ def test_rows_at_the_first_step_every_so_many_and_at_the_end(tmp_path: Path) -> 
 def test_rows_say_what_the_solvers_did(tmp_path: Path) -> None:
     words = ["training.steps=2", "model.layers=2", "solver.tolerance=1e-9", "solver.inner_max_iterations=7"]
     _, tracker = train_tiny(tmp_path, *words, model="fp_mamba_h")
+    assert [row["kind"] for row in tracker.rows] == ["train", "train", "validation"]
     for row in tracker.rows:
         assert row["fraction_converged"] == 0
         assert row["iterations_mean"] == row["iterations_max"] == 7
@@ -210,6 +213,7 @@ def test_rows_say_what_the_equations_of_the_backward_pass_took(tmp_path: Path) -
     words = ["training.steps=2", "model.layers=2", "gradient=implicit", "gradient.tolerance=1e-4", "precision=float64"]
     _, tracker = train_tiny(tmp_path, *words, model="fp_mamba_h")
     _, halves = train_tiny(tmp_path, *words, "training.accumulation=2", model="fp_mamba_h")
+    assert [row["kind"] for row in tracker.rows] == ["train", "train", "validation"]
     for row in tracker.of("train"):
         for part in (row, *row["layers"]):
             assert part.keys() >= GRADIENT_ROW
@@ -226,6 +230,7 @@ def test_rows_say_what_the_equations_of_the_backward_pass_took(tmp_path: Path) -
 @pytest.mark.parametrize("gradient", ["one_step", "unrolled"])
 def test_no_other_gradient_has_such_numbers(tmp_path: Path, gradient: str) -> None:
     _, tracker = train_tiny(tmp_path, "training.steps=1", f"gradient={gradient}", model="fp_mamba_h")
+    assert [row["kind"] for row in tracker.rows] == ["train", "validation"]
     assert not any(GRADIENT_ROW & row.keys() for row in tracker.rows)
 
 
@@ -352,6 +357,9 @@ def test_nan_gradient_is_skipped_and_counted_when_asked(tmp_path: Path, change_e
     assert run.status()["state"] == "finished"
     assert run.status()["skipped"] == 2
     assert [row["skipped"] for row in tracker.of("train")] == [0] * 7 + [1, 1] + [2] * 3
+    assert [row["grad_norm"] is None for row in read_rows(run.metrics) if row["kind"] == "train"] == [
+        row["step"] in (8, 10) for row in tracker.of("train")
+    ], "JSON has no NaN"
     assert_finite_on_disk(run)
     assert not torch.equal(seen[11]["model.head.weight"], seen[12]["model.head.weight"])
 
