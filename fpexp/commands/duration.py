@@ -58,7 +58,7 @@ def say_duration(seconds: Sequence[float | None]) -> str:
     count = f"{len(seconds)} {'job' if len(seconds) == 1 else 'jobs'} to run"
     known = [value for value in seconds if value is not None]
     if not known:
-        return f"{count}; how long they train is unknown, since no run of their kind is finished"
+        return f"{count}; no finished run of {'its' if len(seconds) == 1 else 'their'} kind tells how long"
     unknown = f", and {len(seconds) - len(known)} of unknown duration" if len(known) < len(seconds) else ""
     return f"{count}: about {_roughly(sum(known))} of training at the speed of earlier runs, one at a time{unknown}"
 

@@ -54,7 +54,7 @@ def test_what_is_not_finished_or_cannot_be_read_tells_nothing(tmp_path: Path) ->
         ([600.0, 900.0], "2 jobs to run: about 25 min of training at the speed of earlier runs, one at a time"),
         ([3600.0, 5400.0, None], "3 jobs to run: about 2.5 h of training at the speed of earlier runs, one at a time, "
          "and 1 of unknown duration"),
-        ([None, None], "2 jobs to run; how long they train is unknown, since no run of their kind is finished"),
+        ([None, None], "2 jobs to run; no finished run of their kind tells how long"),
     ],
 )  # fmt: skip
 def test_what_is_said(seconds: list[float | None], said: str) -> None:
@@ -71,7 +71,7 @@ def test_status_and_the_start_of_a_sweep_say_it(cli: CommandLine) -> None:
     answer = cli("sweep", "status", *words, "sweep.recorded=kept")
     assert "4 jobs to run: about 2 min of training" in answer.out  # 90 s, and 30 s of the one that was interrupted
     assert "and 2 of unknown duration" in answer.out
-    assert "4 jobs to run; how long they train is unknown" in cli("sweep", "status", *words).out
+    assert "4 jobs to run; no finished run of their kind tells" in cli("sweep", "status", *words).out
     answer = cli("train", "-m", "task=a4", "model=lstm", *SMALL, "sweep.recorded=kept")
     assert answer.code == 0, answer.err
     assert answer.out.startswith("1 job to run: about 2 min of training")
