@@ -50,8 +50,10 @@ def _locked(path: Path) -> Iterator[IO[str]]:
             file.seek(0)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise Claimed(file.read().partition("\n")[2] or "another sweep") from error
+            except OSError as error:
+                raise FpexpError(f"cannot lock {path}: {error.strerror}") from error
             if _is_at(path, file):
                 yield file
                 return

@@ -24,7 +24,7 @@ from typing import Any
 
 from fpexp.config.run import RunConfig, read_config, write_config
 from fpexp.config.schema import did_you_mean
-from fpexp.errors import UserError
+from fpexp.errors import FpexpError, UserError
 
 Row = Mapping[str, Any]
 
@@ -99,15 +99,17 @@ class RunFolder:
         with open(self.path / ".lock", "w") as handle:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise UserError(f"run '{self.id}' is being used by another process") from error
+            except OSError as error:
+                raise FpexpError(f"cannot lock {handle.name}: {error.strerror}") from error
             yield
 
     def _is_locked(self) -> bool:
         try:
             with self.lock():
                 return False
-        except (UserError, OSError):
+        except (FpexpError, OSError):
             return True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 from runs import run_python
 
 from fpexp.claims import Claimed, claim
+from fpexp.errors import FpexpError, UserError
+from fpexp.run_folder import RunFolder
 
 
 def test_what_another_has_is_refused_until_it_is_done(tmp_path: Path) -> None:
@@ -105,3 +108,17 @@ def test_that_of_another_host_is_not_and_what_to_delete_is_said(tmp_path: Path) 
     path.unlink()
     with claim(tmp_path, "config", "job 2"):
         pass
+
+
+def test_where_nothing_can_be_locked_that_is_said_and_not_another_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: IO[str], how: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run = RunFolder(tmp_path)
+    for lock, file in ((claim(tmp_path, "config", "job 1"), "claims/config"), (run.lock(), ".lock")):
+        with pytest.raises(FpexpError, match=f"^cannot lock {tmp_path / file}: No locks available$") as caught, lock:
+            pass
+        assert not isinstance(caught.value, (Claimed, UserError))
