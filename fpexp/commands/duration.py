@@ -49,7 +49,7 @@ def _seconds_a_step(run: RunFolder) -> float | None:
     try:
         last = read_rows(run.metrics)[-1]
         return float(last["seconds"] / last["step"])
-    except (UserError, OSError, LookupError, TypeError, ZeroDivisionError):
+    except (UserError, OSError, ValueError, LookupError, TypeError, ZeroDivisionError):
         return None
 
 

@@ -89,21 +89,27 @@ def look_up(jobs: Sequence[Job]) -> list[Standing]:
         settled = settle(job.config)[0]
         known = known_runs.of(settled)
         wanting = [] if known.run is None else unmeasured(job.measurements, known.run, job.config)
-        steps = _steps_left(job, known)
+        steps = _steps_left(job, known, wanting)
         found.append(Standing(known.state, known.run, wanting, paces.seconds(settled, steps) if steps else 0.0))
     return found
 
 
-def _steps_left(job: Job, known: Known) -> int:
+def _steps_left(job: Job, known: Known, wanting: Sequence[Measurement]) -> int:
+    """Return the steps that are still to be trained; what is only recorded has no weights left to be measured."""
     steps = job.config.training.steps
-    if known.run is None or known.state == "failed" or job.config.sweep.rerun:
+    if job.config.sweep.rerun:
         return steps
-    return steps - steps_done(known.run) if known.state in ("interrupted", "lost") else 0
+    if known.run is not None and known.state in ("interrupted", "lost"):
+        return steps - steps_done(known.run)
+    return 0 if known.state in ("finished", "running") or (known.state == "recorded" and not wanting) else steps
 
 
 def steps_done(run: RunFolder) -> int:
-    """Return the last training step that a run has logged."""
-    return max((row["step"] for row in read_rows(run.metrics) if row.get("kind") == "train"), default=0)
+    """Return the last training step that a run has logged; 0 where its rows cannot be read."""
+    try:
+        return max((row["step"] for row in read_rows(run.metrics) if row.get("kind") == "train"), default=0)
+    except (UserError, OSError, ValueError, LookupError, TypeError, AttributeError):
+        return 0
 
 
 def _recorded(config: RunConfig) -> str | Path | None:

@@ -37,10 +37,11 @@ def test_what_is_not_finished_or_cannot_be_read_tells_nothing(tmp_path: Path) ->
     config = small("task=a4", "model=lstm")
     failed = record(tmp_path, "failed", config, state="failed")
     assert Paces([failed]).seconds(config, 1) is None
-    broken = [record(tmp_path, f"broken{n}", config) for n in range(3)]
+    broken = [record(tmp_path, f"broken{n}", config) for n in range(4)]
     write_rows(broken[0].metrics, [])
     write_rows(broken[1].metrics, [{"kind": "train", "step": 6}])
     broken[2].metrics.write_text("{\n{}\n")
+    broken[3].metrics.write_bytes(b"\xff\n")
     for run in broken:
         assert Paces([run]).seconds(config, 1) is None
     (broken[0].path / "config.yaml").write_text("task: 1\n")
@@ -75,3 +76,28 @@ def test_status_and_the_start_of_a_sweep_say_it(cli: CommandLine) -> None:
     answer = cli("train", "-m", "task=a4", "model=lstm", *SMALL, "sweep.recorded=kept")
     assert answer.code == 0, answer.err
     assert answer.out.startswith("1 job to run: about 2 min of training")
+
+
+def test_what_will_be_trained_anew_is_counted_whole(cli: CommandLine) -> None:
+    """A curve that is damaged, and measurements of a run that is recorded elsewhere and has no weights."""
+    lstm, other = (small("task=a4", "model=lstm", f"seed={seed}") for seed in (0, 1))
+    run = record(Path("results"), "damaged", lstm)
+    words = ["task=a4", "model=lstm", *SMALL]
+    record(Path("kept"), "kept-run", other)
+    assert "to run" not in cli("sweep", "status", *words).out
+    run.curve.write_text("")
+    assert "1 job to run: about 2 min" in cli("sweep", "status", *words, "sweep.recorded=kept").out
+    measured = "sweep.evaluate=[{lengths:[2],samples:4}]"
+    answer = cli("sweep", "status", *words, "seed=1", "sweep.recorded=kept", measured)
+    assert "1 recorded, not measured" in answer.out
+    assert "1 job to run: about 2 min" in answer.out
+
+
+def test_a_run_whose_steps_cannot_be_read_ends_no_sweep(cli: CommandLine) -> None:
+    run = record(Path("results"), "begun", small("task=a4", "model=lstm"), state="interrupted")
+    words = ["task=a4", "model=lstm", "seed=0,1", *SMALL]
+    for broken in (b"{\n{}\n", b"\xff\n", b"3\n"):
+        run.metrics.write_bytes(broken)
+        answer = cli("sweep", "status", *words)
+        assert answer.code == 0, answer.err
+        assert "begun: step 0/6" in answer.out
