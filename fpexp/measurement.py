@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fpexp.config.run import RunConfig
-from fpexp.config.schema import Checker, Component
+from fpexp.config.schema import Checker, Component, settings_of
 from fpexp.errors import UserError
 from fpexp.ranges import Count, Positive
 from fpexp.reporting.store import settings_beside
@@ -79,6 +79,8 @@ class Measurement:
         if not self.fits(config):
             name, model = self._of_solvers()[0], config.choices.model
             raise UserError(f"{name}= has no meaning for model={model}, which solves no fixed point")
+        if self.tolerance and self.solver is None and "tolerance" not in settings_of(config.solver.resolve()):
+            raise UserError(f"tolerance= has no meaning for {config.solver.target}, which has none; add solver=picard")
         whole = TARGETS[self.solver] if self.solver else config.solver.target
         if self.max_iterations and whole == TARGETS["sequential"]:
             raise UserError(
@@ -148,7 +150,7 @@ class Measurement:
         if self.against is not None:
             from fpexp.build import make
 
-            other = make(self._solver(self.against, config))
+            other = make(self._solver(self.against, run.config()))
             for row in agreement(experiment, other, settings.lengths, settings.samples):
                 yield {"kind": "agreement", **step, "solver": self.solver, "against": self.against, **row}
             return

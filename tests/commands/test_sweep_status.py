@@ -11,7 +11,9 @@ import pytest
 from runs import TINY, CommandLine, Recorder, stop_at, tiny
 from test_sweep import jobs, sweeps
 
-from fpexp.errors import Interrupted
+from fpexp.config.schema import Component
+from fpexp.errors import Interrupted, UserError
+from fpexp.measurement import Measurement
 from fpexp.run import start_run
 from fpexp.run_folder import RunFolder, read_rows
 
@@ -180,6 +182,22 @@ def test_solvers_agree_as_far_as_the_tolerance_that_is_asked_for(cli: CommandLin
     cli(*words, "tolerance=0").refused("tolerance=0 is out of range")
     lstm = cli.train(model="lstm")
     cli("evaluate", f"run={lstm.id}", "tolerance=0.01").refused("tolerance= has no meaning for model=lstm")
+
+
+def test_the_run_s_own_solver_is_the_one_that_another_is_held_against(cli: CommandLine) -> None:
+    run = cli.train("solver=sequential", "solver.inner_max_iterations=2", model="fp_mamba_h")
+    assert cli("evaluate", f"run={run.id}", "solver=picard", "against=sequential", "tolerance=1e-6").code == 0
+    (file,) = (run.path / "evaluations").glob("*/agreement.jsonl")
+    assert {row["iterations_mean_against"] for row in read_rows(file)} == {2.0}
+
+
+def test_a_tolerance_is_refused_of_a_solver_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_solver.py").write_text("def exact() -> None: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    config = tiny(tmp_path, model="fp_mamba_h").replace(solver=Component("own_solver.exact", {}))
+    with pytest.raises(UserError, match=r"tolerance= has no meaning for own_solver\.exact"):
+        Measurement(tolerance=0.1).check(config)
+    Measurement(tolerance=0.1, solver="picard").check(config)
 
 
 def test_what_is_measured_and_not_trained_is_refused(cli: CommandLine) -> None:
