@@ -84,8 +84,9 @@ class _Drawn:
     def grouped(self, points: Callable[[Setting, int], Iterable[Point]], without: Sequence[str]) -> tuple[Line, ...]:
         """Return a line for each length and for what differs in the keys `without` alone; length 0: has none."""
         series, found = [], []
-        for setting in self.outcome.settings:
-            series += [(name, _model(setting)) for name, _ in self._names(setting, self.outcome.settings, without)]
+        for members in _panels(self.outcome).values():
+            for setting in members:
+                series += [(name, _model(setting)) for name, _ in self._names(setting, members, without)]
         for name, length in dict.fromkeys(n for s in self.members for n in self._names(s, self.members, without)):
             members = [s for s in self.members if (name, length) in self._names(s, self.members, without)]
             usable = self._usable(point for setting in members for point in points(setting, length))

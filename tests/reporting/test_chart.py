@@ -133,6 +133,14 @@ def test_over_a_setting_with_a_line_for_each_length() -> None:
     assert panel.lines[0].points[0].y.n == 2
 
 
+def test_a_panel_whose_lengths_the_layout_does_not_name_has_its_own() -> None:
+    jobs = [job(task=task) for task in ("a5", "copy")]
+    layout = Layout(figures=[Figure("setting", x=["schedule.max_iterations"])], at={"a5": [16]})
+    one, other = chart(layout, jobs, [run(of) for of in jobs]).panels
+    assert lines(one) == {"length 16": [(2, 0.2)]}
+    assert lines(other) == {"length 4": [(2, 0.9)], "length 8": [(2, 0.5)], "length 16": [(2, 0.2)]}
+
+
 def test_the_longest_length_above_90_percent_by_training_time() -> None:
     jobs = [job(cap=cap) for cap in (2, 4)]
     runs = [run(jobs[0]), run(jobs[1], (1.0, 0.95, 0.91, 0.2))]
