@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from fpexp.commands.arguments import take
 from fpexp.commands.experiments import identify, plan
 from fpexp.config.catalogue import check_choice, choices
 from fpexp.config.search_path import own_folders
-from fpexp.errors import UserError
+from fpexp.errors import FpexpError, UserError
 from fpexp.reporting.benchmark import read_benchmarks
 from fpexp.reporting.outcome import Plan
 from fpexp.reporting.paper import papers_beside
@@ -104,6 +105,8 @@ def _in_processes(compose: Composer, names: Sequence[str]) -> Iterator[tuple[str
         waiting = {pool.submit(compose, name): name for name in names}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
+    except BrokenProcessPool as error:
+        raise FpexpError("a process that composes experiments was killed; name fewer of them") from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -109,10 +109,9 @@ def _cell(metric: str, value: Summary | None, runs: int = 1) -> str:
 
 
 def _counted(setting: Setting) -> str:
-    """Return how many runs there are, and of how many where some are not."""
-    return (
-        f"{len(setting.runs)} of {setting.asked}" if setting.missing or setting.unfinished else str(len(setting.runs))
-    )
+    """Return how many runs there are, and of how many that are asked for or were begun where some are lacking."""
+    there, lacking = len(setting.runs), len(setting.missing) + len(setting.unfinished)
+    return f"{there} of {there + lacking}" if lacking else str(there)
 
 
 def _about(setting: Setting) -> list[str]:

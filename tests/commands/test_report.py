@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+import signal
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,14 @@ def test_mean_and_spread_over_seeds_of_the_same_config(report: CommandLine) -> N
     assert [(row["run"], row["seed"], row["token_accuracy_4"], row["training_seconds"]) for row in runs] == [
         (f"seed{seed}", str(seed), str(accuracy), "90.0") for seed, accuracy in enumerate((0.5, 0.7, 0.9))
     ]
+
+
+def test_runs_of_other_seeds_than_are_asked_for_are_counted(report: CommandLine) -> None:
+    for seed in (1, 2, 3):
+        record(RESULTS, f"seed{seed}", lstm(seed))
+    report()
+    assert row_of("LSTM")[1] == "3 of 4"
+    assert row_of("demo_a4")[-1] == "0 of 2"
 
 
 def test_a_cell_of_a_csv_is_a_number_or_a_name(report: CommandLine) -> None:
@@ -421,6 +430,20 @@ def test_experiments_are_the_same_in_however_many_processes(cli: CommandLine, mo
         assert "warning: experiment=gone: " in answer.err
         reports.append(digest(RESULTS / "report"))
     assert reports[0] == reports[1]
+
+
+def test_a_process_that_is_killed_is_one_line(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fpexp.commands.report._composed", _die)
+    monkeypatch.setattr("fpexp.commands.report.FOR_A_PROCESS", 1)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)  # of one process it would be this one
+    answer = cli("report", "experiment=demo_a4,demo_a5")
+    assert answer.code == 1
+    assert answer.err == "fpexp: error: a process that composes experiments was killed; name fewer of them\n"
+    assert not (RESULTS / "report").exists()
+
+
+def _die(name: str, words: object, results_dir: Path) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_mistakes_are_one_line(cli: CommandLine) -> None:
