@@ -16,6 +16,12 @@ def kept(name: str, results_dir: str | Path) -> Path:
     return own if own.is_dir() else repository_results() / name
 
 
+def places(name: str, results_dir: str | Path) -> dict[str, Path]:
+    """Return where a results folder has its runs/ or bench/, and where reference/ has them, once if they are one."""
+    own, reference = Path(results_dir) / name, kept("reference", results_dir) / name
+    return {name: own} | ({} if reference.resolve() == own.resolve() else {f"reference/{name}": reference})
+
+
 def repository_results() -> Path:
     """Return results/ beside conf/."""
     return conf_dir().parent / "results"

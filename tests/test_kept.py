@@ -9,7 +9,7 @@ import pytest
 from recorded import SMALL, record, small
 from runs import CommandLine
 
-from fpexp.kept import kept
+from fpexp.kept import kept, places
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,3 +48,13 @@ def test_report_and_sweep_find_it(cli: CommandLine, repository: Path, results_di
     shutil.move(repository / "reference", "moved")
     assert "2 jobs: 2 missing" in cli("sweep", "status", *words).out
     assert "2 jobs: 1 missing, 1 recorded" in cli("sweep", "status", *words, "sweep.recorded=moved").out
+
+
+def test_what_is_kept_counts_once_where_it_is_the_results_folder_itself(cli: CommandLine, repository: Path) -> None:
+    assert list(places("runs", repository)) == ["runs", "reference/runs"]
+    assert list(places("bench", repository / "reference")) == ["bench"]
+    words = ["experiment=demo_a4", *SMALL, f"results_dir={repository / 'reference'}", "out=report"]
+    assert cli("report", *words).code == 0
+    text = Path("report/report.md").read_text()
+    assert "kept-run" in text
+    assert "Recorded more than once" not in text

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fpexp.errors import first_line
-from fpexp.kept import kept
+from fpexp.kept import places
 from fpexp.reporting.outcome import PlannedBenchmark
 from fpexp.reporting.table import NOTHING, Table
 
@@ -41,8 +41,7 @@ def read_benchmarks(results_dir: Path) -> tuple[dict[str, list[Benchmark]], list
     """Return the readable benchmarks by name, of each the newest first, and a line for each file that is not one."""
     found: dict[str, list[tuple[str, Benchmark]]] = {}
     problems = []
-    places = {"bench": results_dir / "bench", "reference/bench": kept("reference", results_dir) / "bench"}
-    for place, folder in places.items():
+    for place, folder in places("bench", results_dir).items():
         for path in sorted(folder.glob("*.json")):
             file = f"{place}/{path.name}"
             try:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fpexp.errors import FpexpError, UserError, first_line
-from fpexp.kept import kept
+from fpexp.kept import places
 from fpexp.reporting.store import curve_lengths, read_plain_config, settings_beside, whole_curve
 from fpexp.run_folder import RunFolder, read_rows
 
@@ -112,8 +112,8 @@ def number(row: Mapping[str, Any], key: str) -> float | None:
 
 def read_records(results_dir: Path, identify: Callable[[RunFolder], str]) -> list[Record]:
     """Read every run of a results folder and every recorded one, by id; an `FpexpError` of `identify` is a problem."""
-    places = {"runs": results_dir / "runs", "reference/runs": kept("reference", results_dir) / "runs"}
-    records = [_read(RunFolder(path), place, identify) for place, where in places.items() for path in _folders(where)]
+    found = places("runs", results_dir)
+    records = [_read(RunFolder(path), place, identify) for place, where in found.items() for path in _folders(where)]
     return sorted(records, key=lambda record: (record.id, record.place))
 
 
