@@ -141,12 +141,12 @@ def _seconds(which: str, experiment: Experiment, batch: Batch) -> Callable[[], f
 
 
 def _memory(words: list[str], size: int, length: int, threads: int) -> dict[str, float | str]:
-    """Return the peak of forward and backward together in MB, or that it took too long."""
+    """Return the peak of forward and backward together in MB, or why there is none."""
     try:
         extra = peak_extra(prepare, words=words, size=size, length=length, threads=threads)
     except OutOfTime as error:
         return {PEAK: str(error)}
-    return {} if extra is None else {PEAK: extra / 1e6}
+    return {PEAK: "not told by this system" if extra is None else extra / 1e6}
 
 
 def prepare(words: list[str], size: int, length: int, threads: int) -> Callable[[], object]:

@@ -14,5 +14,5 @@ A report is a folder: report.md, report.html (one file with everything), figures
     benchmark_<name>.csv     a row for each contender: median_s, lower_quartile_s, upper_quartile_s, ratio, numbers
 
 One number a cell. Accuracies lie between 0 and 1, times are in seconds (_s, _seconds), memory in MB (_MB); an empty
-cell was not measured.
+cell was not measured. In those of benchmarks words may say why there is no number.
 """

@@ -16,6 +16,7 @@ from fpexp.tracking.jobs import text_of
 
 
 def summarise(sweep: SweepFolder, signum: int | None) -> int:
+    """Print the table and the curves, draw these, and return the exit code; `signum` is the signal that ended it."""
     jobs = sweep.jobs()
     rows = [
         [str(job["number"]), words, job["state"], f"{job['seconds']:.0f} s" if "seconds" in job else "-", text_of(job)]
