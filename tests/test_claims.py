@@ -7,6 +7,7 @@ import fcntl
 import subprocess
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
@@ -52,6 +53,7 @@ def test_of_many_that_ask_at_once_one_has_it_at_a_time(tmp_path: Path) -> None:
                 with count:
                     inside, taken = inside + 1, taken + 1
                     most = max(most, inside)
+                time.sleep(1e-4)  # long enough for another to come in
                 with count:
                     inside -= 1
 
