@@ -93,14 +93,17 @@ def _compose(names: Sequence[str], words: Sequence[str], results_dir: Path) -> d
 
 
 def _in_processes(compose: Composer, names: Sequence[str]) -> Iterator[tuple[str, Plan | UserError]]:
-    """Yield experiments as they are done. Processes are forks of one that has only imported: ours may have threads."""
+    """Yield experiments as they are done. Processes are forks of one that has only imported: ours may have threads.
+
+    A Ctrl-C ends them at once, without a word.
+    """
     processes = min(os.cpu_count() or 1, len(names) // FOR_A_PROCESS)
     if processes < 2:
         yield from ((name, compose(name)) for name in names)
         return
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload([plan.__module__])
-    pool = ProcessPoolExecutor(processes, server, signal.signal, (signal.SIGINT, signal.SIG_IGN))
+    pool = ProcessPoolExecutor(processes, server, signal.signal, (signal.SIGINT, signal.SIG_DFL))
     try:
         waiting = {pool.submit(compose, name): name for name in names}
         for future in as_completed(waiting):

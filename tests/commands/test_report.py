@@ -10,11 +10,14 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from recorded import SMALL, curve_row, metrics_rows, record, small, write_rows
-from runs import Answer, CommandLine
+from runs import Answer, CommandLine, finish, wait_for
 
 from fpexp.config.catalogue import choices
 from fpexp.config.compose import compose, compose_jobs
@@ -444,6 +447,33 @@ def test_a_process_that_is_killed_is_one_line(cli: CommandLine, monkeypatch: pyt
 
 def _die(name: str, words: object, results_dir: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+SLOW = """
+import time
+from pathlib import Path
+from fpexp.commands import report
+
+def compose(name, words, results_dir):
+    Path(name).touch()
+    time.sleep(600)
+
+report._composed, report.FOR_A_PROCESS, report.os.cpu_count = compose, 1, lambda: 2
+"""
+
+
+def test_a_ctrl_c_ends_all_processes_at_once(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW)
+    code = "import slow, sys; from fpexp.cli import main; sys.exit(main(['report', 'experiment=demo_a4,demo_a5']))"
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, cwd=tmp_path, start_new_session=True, stdout=-1, stderr=-1, text=True)
+    try:
+        wait_for(lambda: all((tmp_path / name).exists() for name in ("demo_a4", "demo_a5")), process, timeout=120)
+        os.killpg(process.pid, signal.SIGINT)
+        assert finish(process) == Answer(130, "", "fpexp: interrupted\n")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_mistakes_are_one_line(cli: CommandLine) -> None:
