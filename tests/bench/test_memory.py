@@ -71,6 +71,8 @@ def test_elsewhere_there_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "write_text", refuse)
     assert memory.growth(lambda: None) is None
+    monkeypatch.setattr(complexity, "peak_extra", lambda *_, **__: None)
+    assert complexity._memory([], size=1, length=16, threads=1) == {"peak_MB": "not told by this system"}
 
 
 @needs_linux

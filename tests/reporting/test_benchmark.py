@@ -20,6 +20,11 @@ NEEDED = (("mamba, forward", "length 32", None), ("mamba, backward", "length 64"
 PLANNED = PlannedBenchmark("complexity", "fpexp bench complexity", NEEDED)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_else_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fpexp.kept.repository_results", lambda: tmp_path)
+
+
 def write(
     folder: Path, time: str, rows: Sequence[tuple[str, str, dict[str, float]]], seconds: float | None = 0.5
 ) -> None:
