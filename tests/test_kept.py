@@ -40,7 +40,7 @@ def repository(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_report_and_sweep_find_it(cli: CommandLine, repository: Path, results_dir: str) -> None:
     words = ["experiment=demo_a4", *SMALL, f"results_dir={results_dir}"]
     assert cli("report", *words).code == 0
-    (row,) = [x for x in Path(results_dir, "report/report.md").read_text().splitlines() if x.startswith("| lstm |")]
+    (row,) = [x for x in Path(results_dir, "report/report.md").read_text().splitlines() if x.startswith("| LSTM |")]
     assert "0.900" in row
     assert "0.125" in row
     assert "2 jobs: 1 missing, 1 recorded" in cli("sweep", "status", *words).out

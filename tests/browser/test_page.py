@@ -156,11 +156,13 @@ def test_a_phone_scrolls_tables_and_not_the_page(visit: Callable[..., Any], widt
 
 
 def test_a_window_that_changes_its_width_has_its_curves_drawn_anew(visit: Callable[..., Any]) -> None:
+    from playwright.sync_api import expect
+
     page = visit()
     svg = figure(page).locator(".panel svg")
     wide = svg.get_attribute("viewBox")
     page.set_viewport_size(PHONE)
-    page.wait_for_function(f"document.querySelector('.panel svg').getAttribute('viewBox') !== '{wide}'")
+    expect(svg).not_to_have_attribute("viewBox", wide)
     assert float(svg.get_attribute("viewBox").split()[2]) <= 390
 
 
