@@ -59,6 +59,8 @@ def say_duration(seconds: Sequence[float | None]) -> str:
     known = [value for value in seconds if value is not None]
     if not known:
         return f"{count}; no finished run of {'its' if len(seconds) == 1 else 'their'} kind tells how long"
+    if all(value == 0 for value in seconds):
+        return f"{count}, only to be measured: nothing to train"
     unknown = f", and {len(seconds) - len(known)} of unknown duration" if len(known) < len(seconds) else ""
     return f"{count}: about {_roughly(sum(known))} of training at the speed of earlier runs, one at a time{unknown}"
 

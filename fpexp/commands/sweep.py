@@ -54,7 +54,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _is_wanting(standing: Standing) -> bool:
-    return standing.state in NOT_DONE or bool(standing.wanting)
+    return standing.state in NOT_DONE or (standing.state != "running" and bool(standing.wanting))
 
 
 def _state(standing: Standing) -> str:

@@ -57,7 +57,8 @@ def read_benchmarks(results_dir: Path) -> tuple[dict[str, list[Benchmark]], list
 
 def _benchmark(raw: Mapping[str, Any], file: str) -> Benchmark:
     environment, rows = raw["environment"], raw["contenders"]
-    threads = f", {environment['threads']} threads" if environment.get("threads") else ""
+    count = environment.get("threads")
+    threads = f", {count} {'thread' if count == 1 else 'threads'}" if count else ""
     machine = f"{environment['device']}{threads}, {environment['cpus']} CPUs; {environment['command']}"
     groups = dict.fromkeys(str(row["group"]) for row in rows)
     tables = tuple((group, _table([row for row in rows if str(row["group"]) == group])) for group in groups)

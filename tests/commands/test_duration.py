@@ -55,6 +55,9 @@ def test_what_is_not_finished_or_cannot_be_read_tells_nothing(tmp_path: Path) ->
         ([600.0, 900.0], "2 jobs to run: about 25 min of training at the speed of earlier runs, one at a time"),
         ([3600.0, 5400.0, None], "3 jobs to run: about 2.5 h of training at the speed of earlier runs, one at a time, "
          "and 1 of unknown duration"),
+        ([0.0], "1 job to run, only to be measured: nothing to train"),
+        ([0.0, None], "2 jobs to run: about 0 s of training at the speed of earlier runs, one at a time, "
+         "and 1 of unknown duration"),
         ([None, None], "2 jobs to run; no finished run of their kind tells how long"),
     ],
 )  # fmt: skip
