@@ -25,6 +25,7 @@ from typing import Any
 from fpexp.config.run import RunConfig, read_config, write_config
 from fpexp.config.schema import did_you_mean
 from fpexp.errors import FpexpError, UserError
+from fpexp.kept import kept
 
 Row = Mapping[str, Any]
 
@@ -63,6 +64,9 @@ class RunFolder:
         for path in (Path(results_dir) / "runs" / run, Path(run)):
             if (path / "config.yaml").is_file():
                 return cls(path.resolve())
+        recorded = kept("reference", results_dir) / "runs" / run / "config.yaml"
+        if recorded.is_file():
+            raise UserError(f"run '{run}' is recorded without weights; fpexp train config={recorded} trains it anew")
         known = [folder.id for folder in all_runs(results_dir)]
         hint = did_you_mean(str(run), known) or f"; `fpexp runs results_dir={results_dir}` lists them"
         raise UserError(f"no run '{run}' under {Path(results_dir) / 'runs'}{hint}")

@@ -54,6 +54,11 @@ def test_a_run_that_does_not_exist_or_has_no_checkpoint(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="no run 'nowhere' under"):
         fpexp.load("nowhere", results_dir=tmp_path)
+    recorded = tmp_path / "reference/runs/kept-run/config.yaml"
+    recorded.parent.mkdir(parents=True)
+    recorded.touch()
+    with pytest.raises(UserError, match=f"recorded without weights; fpexp train config={recorded}"):
+        fpexp.load("kept-run", results_dir=tmp_path)
     run = RunFolder.create(tiny(tmp_path))
     with pytest.raises(UserError, match="no whole checkpoint"):
         fpexp.load(run.path)

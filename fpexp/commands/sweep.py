@@ -44,11 +44,11 @@ def run(arguments: list[str]) -> int:
         f"{len(jobs)} {'job' if len(jobs) == 1 else 'jobs'}: "
         + ", ".join(f"{count} {state}" for state, count in counts.items())
     )
-    todo = [job for job, standing in zip(jobs, found, strict=True) if _is_wanting(standing)]
+    todo = [(job, standing) for job, standing in zip(jobs, found, strict=True) if _is_wanting(standing)]
     if todo:
-        note(say_duration([standing.seconds for standing in found if _is_wanting(standing)]))
+        note(say_duration([standing.seconds for _, standing in todo]))
         note("one at a time:")
-        note("\n".join(f"  {_command(_verb(job), job.words)}" for job in todo))
+        note("\n".join(f"  {_command(_verb(job, standing), job.words)}" for job, standing in todo))
         note(f"all that is not done:\n  {_command('fpexp train -m', words)}")
     return 0
 
@@ -72,9 +72,9 @@ def _detail(job: Job, standing: Standing) -> str:
     return standing.run.id
 
 
-def _verb(job: Job) -> str:
-    """A sweep, also of one job, measures what its experiment wants to know afterwards."""
-    return "fpexp train -m" if job.measurements else "fpexp train"
+def _verb(job: Job, standing: Standing) -> str:
+    """A sweep, also of one job, goes on with what is begun and measures what its experiment wants to know afterwards."""
+    return "fpexp train -m" if job.measurements or standing.state in ("interrupted", "lost") else "fpexp train"
 
 
 def _command(start: str, words: list[str]) -> str:

@@ -54,7 +54,11 @@ def test_every_state_is_told_and_the_commands_make_what_is_not_done(cli: Command
 
     one = next(words for words in commands if "-m" not in words and "seed=3" in words)
     assert cli(*one).code == 0
-    every = next(words for words in commands if "-m" in words)
+    assert len(cli.runs()) == 4
+    (begun,) = [words for words in commands if "-m" in words and "seed=1" in words]
+    assert cli(*begun).code == 0
+    assert interrupted.status()["state"] == "finished"  # gone on with, and not begun anew
+    every = next(words for words in commands if "-m" in words and "seed=0,1,2,3" in words)
     assert cli(*every).code == 0
     answer = cli("sweep", "status", *words)
     assert "4 jobs: 4 finished" in answer.out
