@@ -73,7 +73,7 @@ def _detail(job: Job, standing: Standing) -> str:
 
 
 def _verb(job: Job, standing: Standing) -> str:
-    """A sweep, also of one job, goes on with what is begun and measures what its experiment wants to know afterwards."""
+    """A sweep, also of one job, goes on with what is begun and measures what its experiment wants to know after it."""
     return "fpexp train -m" if job.measurements or standing.state in ("interrupted", "lost") else "fpexp train"
 
 

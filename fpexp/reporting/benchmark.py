@@ -74,7 +74,9 @@ def _numbers(row: Mapping[str, Any]) -> list[str | None]:
 def _table(rows: list[Mapping[str, Any]]) -> Table:
     numbers = list(dict.fromkeys(name for row in rows for name in row["numbers"]))
     columns = ("contender", "median", "quartiles", "ratio", "baseline", *(name.replace("_", " ") for name in numbers))
-    return Table(columns, tuple(_cells(row, numbers) for row in rows))
+    cells = [_cells(row, numbers) for row in rows]
+    used = [index for index in range(len(columns)) if any(row[index] != NOTHING for row in cells)]
+    return Table(tuple(columns[i] for i in used), tuple(tuple(row[i] for i in used) for row in cells))
 
 
 def _cells(row: Mapping[str, Any], numbers: list[str]) -> tuple[str, ...]:
@@ -98,4 +100,4 @@ def _seconds(value: float | None) -> str:
 def _number(value: Any) -> str:
     if value is None:
         return NOTHING
-    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -240,4 +240,5 @@ def _levels(members: Sequence[Setting], metric: str) -> tuple[tuple[float, str],
     else:
         return ()
     found = (number(row, key) for row in rows)
-    return tuple((level, name) for level in sorted({value for value in found if value is not None}))
+    levels = sorted({value for value in found if value is not None})
+    return tuple((level, name if len(levels) == 1 else f"{name} {level:g}") for level in levels)

@@ -94,3 +94,10 @@ def test_what_table_2_needs_is_what_its_benchmark_measures(tmp_path: Path) -> No
     }
     assert set(needed()) == rows
     assert len(rows) == 5 * 2 * 5  # models with their caps, passes, lengths
+
+
+def test_a_column_in_which_there_is_nothing_is_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "bench", "now", [("kernels", "forward", {"registers": 72, "shared_bytes": 12290})], seconds=None)
+    ((_, table),) = read_benchmarks(tmp_path)[0]["complexity"][0].tables
+    assert table.columns == ("contender", "registers", "shared bytes")
+    assert table.rows == (("forward", "72", "12290"),)
